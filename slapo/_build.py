@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -171,7 +171,7 @@ def build(
         lowering.history = tuple(sch.state.history)
         allow_calls(model)
         guard_wrappers(model, None)
-        _hook_in(model, lowering.module)
+        _hook_in(model, lowering.stages.values() or [model])
         if is_late and sch.world_size > 1:
             lowering.check_call = partial(_check_first_call, sch)
         built = runtime.lower(lowering)
@@ -195,15 +195,14 @@ def _remember_folder(sch: Schedule, folder: str) -> None:
         )
     from slapo.pretrained import load_pretrained  # of models of Transformers only
 
-    found = load_pretrained(sch, folder)
-    if found.missing:
-        logger.warning("%s has no %s, which are initialized", folder, list(found.missing)[:5])
+    load_pretrained(sch, folder)
 
 
-def _hook_in(model: nn.Module, here: nn.Module) -> None:
+def _hook_in(model: nn.Module, parts: Iterable[nn.Module]) -> None:
     """Take over the model's own saving; errors name the module that was running."""
-    if sys.version_info >= (3, 11) and note_module not in here._forward_hooks.values():
-        here.register_forward_hook(note_module, always_call=True)
+    for part in parts if sys.version_info >= (3, 11) else ():
+        if note_module not in part._forward_hooks.values():
+            part.register_forward_hook(note_module, always_call=True)
     if hasattr(innermost(model), "save_pretrained"):
         from slapo.pretrained import take_over_saving  # of models of Transformers only
 
@@ -283,7 +282,7 @@ def _build_module(
     guard_wrappers(sch.mod, sch.group)
     allow_calls(sch.mod)
     write_down(sch.mod, sch.state.original)
-    _hook_in(sch.mod, sch.mod)
+    _hook_in(sch.mod, [sch.mod])
     refuse_earlier_optimizers(sch.mod, sch.state.parameters)
     if sch.world_size > 1:
         from slapo.sharding.whole_steps import watch_optimizers  # where something may be split only

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -16,6 +16,7 @@ from slapo.agreement import all_ranks_or_none, same_on_all_ranks
 from slapo.errors import SlapoError
 from slapo.framework_dialect import Engine
 from slapo.framework_dialect.precision import cast_parameters
+from slapo.logger import get_logger
 from slapo.schedule import Schedule
 from slapo.weights.export import export, size_in_bytes
 from slapo.weights.folders import Folder, Found
@@ -25,6 +26,8 @@ from slapo.weights.provenance import Original, original_of
 from slapo.wrapper import innermost
 
 Target = Schedule | nn.Module | Engine
+
+logger = get_logger("slapo")
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Loaded:
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-    _bytes: Callable[[], int]
+    _bytes: Callable[[], int] = field(repr=False)
 
     @property
     def bytes_read(self) -> int:
@@ -101,6 +104,7 @@ def load_pretrained(
     what = "load_pretrained"
     if missing not in ("init", "error"):
         raise ValueError(f'missing is {missing!r}; pass "init" or "error"')
+    _check_dtype(what, dtype)
     original = _original(what, target)
     if isinstance(target, Engine):
         target.check_between_steps(what)
@@ -124,6 +128,10 @@ def load_pretrained(
         if isinstance(target, Engine):
             target.renew_masters()
             target.fill_masters(loader)
+    if found.missing:
+        logger.warning("%s lacks %s, which are initialized", folder, _few(found.missing))
+    if found.unexpected:
+        logger.warning("%s has %s, which the model does not", folder, _few(found.unexpected))
     return Loaded(tuple(found.missing), tuple(found.unexpected), lambda: found.folder.bytes_read)
 
 
@@ -169,6 +177,7 @@ def save_pretrained(
     >>> slapo.save_pretrained(model, tempfile.mkdtemp() + "/model")
     """
     what = "save_pretrained"
+    _check_dtype(what, dtype)
     limit = size_in_bytes(max_shard_size)
     if isinstance(target, Schedule):
         raise SlapoError("save_pretrained takes what slapo.build returned, and got a schedule")
@@ -264,11 +273,22 @@ def _find(original: Original, path: Path, missing: str) -> Found:
     found = Found(folder, original)
     if not found.missing:
         return found
-    lacking = found.missing if missing == "error" else found.missing_in_its_class()
+    lacking = found.missing
+    if missing == "init" and found.originals:  # or no name is right
+        lacking = found.missing_in_its_class()
     if lacking:
-        extra = f"; it has {found.unexpected[:5]} beside" if found.unexpected else ""
+        extra = f"; it has {_few(found.unexpected)} beside" if found.unexpected else ""
         raise SlapoError(
-            f"{path} lacks {lacking[:5]}{f' and {len(lacking) - 5} more' * (len(lacking) > 5)}"
-            f"{extra}; pass the folder of this model, or weights for all of it"
+            f"{path} lacks {_few(lacking)}{extra}; pass the folder of this model, or weights for "
+            "all of it"
         )
     return found
+
+
+def _few(names: Sequence[str]) -> str:
+    return f"{list(names[:5])}{f' and {len(names) - 5} more' * (len(names) > 5)}"
+
+
+def _check_dtype(what: str, dtype: Any) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"{what}: dtype is {dtype!r}; pass a floating-point one of torch, or None")

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from slapo.errors import SlapoError
-from slapo.saving.steps import MANIFEST, Manifest, Saved, Step, checkpoints, step_of
-from slapo.weights.folders import Folder
+from slapo.saving.steps import Manifest, Saved, Step, checkpoints, step_of
+from slapo.weights.folders import MANIFEST, Folder
 
 _SHOWN = 8
 

@@ -30,10 +30,10 @@ from slapo.errors import SlapoError
 from slapo.saving.nests import decode
 from slapo.saving.plan import Key
 from slapo.weights.files import TensorFile, temporary_of
+from slapo.weights.folders import MANIFEST
 from slapo.weights.pieces import Box, box_of, index_of, lengths, overlap
 
 FORMAT = 1
-MANIFEST = "checkpoint.json"
 
 _STEP = re.compile(r"step_(\d{8,})")
 

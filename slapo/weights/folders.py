@@ -23,6 +23,8 @@ logger = get_logger("slapo")
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 ADAPTERS = "adapter_model.safetensors"
+#: Of a step that engine.save has written.
+MANIFEST = "checkpoint.json"
 
 
 class Folder:
@@ -84,6 +86,11 @@ class Folder:
             raise SlapoError(
                 f"{self.path} is neither a folder nor a file; pass a folder that save_pretrained "
                 "has written, or one that was downloaded before: nothing is downloaded here"
+            )
+        elif (self.path / MANIFEST).is_file():
+            raise SlapoError(
+                f"{self.path} is a step of engine.save, which engine.load reads; "
+                "slapo.save_pretrained writes a folder of weights"
             )
         elif (self.path / INDEX).is_file():
             self._add_index(_json(self.path / INDEX))
@@ -359,8 +366,9 @@ def _adapters_on_disk(original: Original, leaves: dict[str, Pieced]) -> dict[str
             f"{getattr(config, 'modules_to_save', None)}, and one of LoRA alone can be written; "
             "engine.save keeps everything"
         )
-    own = {key: leaf for key, leaf in leaves.items() if ".lora_" in key}
+    prefix = "base_model.model."  # the schedule may be of the model within
+    own = {key.removeprefix(prefix): leaf for key, leaf in leaves.items() if ".lora_" in key}
     # Without the name that the adapters have here; a magnitude (DoRA) was no module once.
     short = (re.sub(rf"(\.lora_\w+)\.{re.escape(name)}", r"\1", key) for key in own)
     short = (re.sub(r"(magnitude_vector)\.weight$", r"\1", key) for key in short)
-    return {f"base_model.model.{key}": leaf for key, leaf in zip(short, own.values(), strict=True)}
+    return {f"{prefix}{key}": leaf for key, leaf in zip(short, own.values(), strict=True)}

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 import slapo
 from slapo.command import main
-from slapo.saving.steps import MANIFEST, file_of
+from slapo.saving.steps import file_of
 from slapo.weights.files import TensorFile
+from slapo.weights.folders import MANIFEST
 from tests.distributed import run_distributed
 from tests.runtimes.ranks import error_of, on_ranks
 
@@ -184,6 +185,16 @@ def test_beside_training(tmp_path: Path) -> None:
         assert "No space left" in error_of(failing.result)
     engine.save(tmp_path / "run")
     assert len(slapo.checkpoints(tmp_path / "run")) == 3
+
+
+@on_ranks(1)
+def test_a_step_is_no_folder_of_weights(tmp_path: Path) -> None:
+    engine = engine_of()
+    before = {name: value.clone() for name, value in engine.state_dict().items()}
+    path = engine.save(tmp_path / "run").path
+    with pytest.raises(slapo.SlapoError, match=r"is a step of engine\.save, which"):
+        slapo.load_pretrained(engine, path)
+    assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
 
 
 @on_ranks(1)

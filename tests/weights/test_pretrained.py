@@ -541,6 +541,35 @@ def test_what_is_wrong_with_a_folder(folders: Path, tmp_path: Path, kind: str) -
     assert sch.state.loader is None
 
 
+def test_a_folder_of_nothing_that_the_model_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a config nothing says of which class it is."""
+    built, _ = slapo.build(slapo.create_schedule(nn.Sequential(nn.Linear(2, 2))))
+    slapo.save_pretrained(built, tmp_path / "out")
+    head = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
+    with caplog.at_level("WARNING", "slapo"):
+        found = slapo.load_pretrained(slapo.create_schedule(head), tmp_path / "out")
+    assert found.missing == ("1.bias", "1.weight")
+    assert "lacks ['1.bias', '1.weight'], which are initialized" in caplog.text
+    other = slapo.create_schedule(nn.ModuleDict({"a": nn.Linear(2, 2)}))
+    with pytest.raises(slapo.SlapoError, match=r"lacks \['a.bias', 'a.weight'\]; it has \['0.b"):
+        slapo.load_pretrained(other, tmp_path / "out")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.int8])
+def test_a_dtype_that_weights_cannot_have(tmp_path: Path, dtype: Any) -> None:
+    sch = slapo.create_schedule(nn.Linear(2, 2))
+    built, _ = slapo.build(slapo.create_schedule(nn.Linear(2, 2)))
+    for call in (
+        lambda: slapo.load_pretrained(sch, tmp_path, dtype=dtype),
+        lambda: slapo.save_pretrained(built, tmp_path / "out", dtype=dtype),
+    ):
+        with pytest.raises(TypeError, match="pass a floating-point one of torch"):
+            call()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_of_other_sizes(folders: Path) -> None:
     sch = on_meta(intermediate_size=96)
     with pytest.raises(slapo.SlapoError, match=r"down_proj.weight is .32, 80., not .32, 96."):
@@ -835,11 +864,13 @@ def test_adapters_of_other_kinds_are_written_as_peft_does(
     config = peft.LoraConfig(**{"target_modules": ["q_proj"], **kind})
     adapted = peft.get_peft_model(llama(tie_word_embeddings=False), config)
     adapted.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
-    model, _ = slapo.build(slapo.create_schedule(adapted.base_model.model))
-    slapo.save_pretrained(model, tmp_path / "ours")
-    ours, theirs = contents(tmp_path / "ours"), contents(tmp_path / "theirs")
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    theirs = contents(tmp_path / "theirs")
+    for name, scheduled_part in (("inner", adapted.base_model.model), ("outer", adapted)):
+        model, _ = slapo.build(slapo.create_schedule(scheduled_part))
+        slapo.save_pretrained(model, tmp_path / name)
+        ours = contents(tmp_path / name)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
 class Configured(nn.Module):
