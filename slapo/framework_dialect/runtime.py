@@ -183,7 +183,7 @@ class Shares(Protocol):
         """Leave a part; tensors whose ids are in `blank` have no values, and need none."""
 
     def of(self, held: list[Held]) -> list[Held]:
-        """What is left of tensors."""
+        """The parts of tensors that are left here."""
 
 
 class Runtime(ABC):

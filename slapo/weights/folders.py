@@ -23,7 +23,7 @@ logger = get_logger("slapo")
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 ADAPTERS = "adapter_model.safetensors"
-#: Of a step that engine.save has written.
+#: The file that completes a step of engine.save.
 MANIFEST = "checkpoint.json"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -13,6 +13,9 @@ from slapo.sharding.slicing import ShardSpec, is_sharded
 from slapo.sharding.state import shards_of
 from slapo.weights.pieces import Box, Piece, Pieced, boxes_of_range, index_of
 from slapo.weights.provenance import origin_at, places, tensor_at
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass
@@ -61,6 +64,11 @@ class HeldRange(Held):
     start: int = 0
     at: int = 0
     count: int = 0
+
+    @classmethod
+    def of(cls, held: Held, tensor: Tensor, start: int, at: int, count: int) -> Self:
+        """A range of what is held, which lies in `tensor`."""
+        return cls(held.name, tensor, held.origin, held.spec, start, at, count)
 
     def parts(self) -> Iterator[tuple[Tensor, Pieced]]:
         """See :meth:`Held.parts`; box by box."""

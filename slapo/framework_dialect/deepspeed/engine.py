@@ -217,7 +217,7 @@ class DeepSpeedEngine(Engine):
                 return []  # it is all on other ranks
             part, cell = there.lp_fragment_address, there.hp_fragment_address
             flat = flats[there.param_group_index]
-            return [_range(held, flat, part.start, cell.start, cell.numel)]
+            return [HeldRange.of(held, flat, part.start, cell.start, cell.numel)]
         return [held]
 
     @contextmanager
@@ -249,10 +249,6 @@ class DeepSpeedEngine(Engine):
         """See :meth:`Engine.set_loss_scale`."""
         scaler = self.engine.optimizer.loss_scaler
         scaler.cur_scale, scaler.last_overflow_iter = scale, scaler.cur_iter - steps - 1
-
-
-def _range(held: Held, flat: Tensor, start: int, at: int, count: int) -> HeldRange:
-    return HeldRange(held.name, flat, held.origin, held.spec, start, at, count)
 
 
 class ZeroEngine(DeepSpeedEngine):
@@ -294,7 +290,7 @@ class ZeroEngine(DeepSpeedEngine):
         own = self.engine.optimizer
         group, at, _ = own.grad_position[own.get_param_id(held.tensor)]
         flat = own.fp32_partitioned_groups_flat[group]
-        return [_range(held, flat, held.start, at, held.count)]
+        return [HeldRange.of(held, flat, held.start, at, held.count)]
 
     @contextmanager
     def steppers(self) -> Iterator[list[torch.optim.Optimizer]]:

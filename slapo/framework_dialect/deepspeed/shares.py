@@ -29,22 +29,24 @@ class Shares:
     def divide(self, tensors: list[Tensor], blank: Collection[int] = ()) -> None:
         """Give replicas the values of the first one, and leave each a range of every parameter.
 
-        Those of the ids `blank` have no values, and get none.
+        Parameters whose ids are in `blank` have no values, and get none.
         """
         source = dist.get_global_rank(self._group, 0)
         parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
-        wholes: dict[nn.Parameter, Tensor] = {}
+        wholes: dict[Tensor, Tensor] = {}
         for tensor in tensors:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            half = self._half if is_parameter and tensor.is_floating_point() else None
+            if is_parameter and id(tensor) in blank:
+                tensor.data = torch.empty(
+                    tensor.shape, dtype=half or tensor.dtype, device=tensor.device
+                )
+                continue
             tensor.data = tensor.data.contiguous()
-            if not (isinstance(tensor, nn.Parameter) and id(tensor) in blank):
-                dist.broadcast(tensor.data, src=source, group=self._group)
-        for parameter in parameters:
-            if self._half is not None and parameter.is_floating_point():
-                if id(parameter) in blank:
-                    parameter.data = torch.empty_like(parameter, dtype=self._half)
-                else:
-                    wholes[parameter] = parameter.detach()
-                    parameter.data = parameter.data.to(self._half)
+            dist.broadcast(tensor.data, src=source, group=self._group)
+            if half is not None:
+                wholes[tensor] = tensor.detach()
+                tensor.data = tensor.data.to(half)
         if parameters:
             with quiet():
                 self._convert(parameters)
@@ -53,7 +55,7 @@ class Shares:
                 self._keep(parameter, whole)
 
     def of(self, held: list[Held]) -> list[Held]:
-        """What this rank holds of tensors, some of which are divided."""
+        """The parts of tensors that this rank holds; ranges of those that are divided."""
         return shares_of(held, self._rank)
 
     def put_exact(self, model: nn.Module) -> None:
@@ -99,11 +101,11 @@ class Share(HeldRange):
     def parts(self) -> Iterator[tuple[Tensor, Pieced]]:
         """See :meth:`Held.parts`."""
         flat = cast(Any, self.tensor).ds_tensor
-        yield from HeldRange(**{**vars(self), "tensor": flat}).parts()
+        yield from HeldRange.of(self, flat, self.start, self.at, self.count).parts()
 
 
 def shares_of(held: list[Held], rank: int) -> list[Held]:
-    """What a data-parallel rank holds, with ranges for what is divided."""
+    """The tensors that a data-parallel rank holds; ranges of those that are divided."""
     return [_share_of(item, rank) if hasattr(item.tensor, "ds_tensor") else item for item in held]
 
 
@@ -112,4 +114,4 @@ def _share_of(held: Held, rank: int) -> Share:
     length = tensor.ds_tensor.numel()
     start = rank * length
     count = max(0, min(length, tensor.ds_numel - start))
-    return Share(held.name, tensor, held.origin, held.spec, start, 0, count)
+    return Share.of(held, tensor, start, 0, count)
