@@ -49,7 +49,9 @@ def multiplied(call: Call, equation: str, left: Place, right: Place) -> Place:
         raise call.misfit("masked tokens, and random numbers of a rank's own, are no factors")
     letter, first = slices[0]
     for each, place in zip(names, (left, right), strict=True):
-        constant = place.is_whole and each.find(letter) in place.uniform
+        axis = each.find(letter)
+        in_runs = {run for dim, run in place.runs if dim == axis} == {*first.blocks}
+        constant = place.is_whole and (axis in place.uniform or in_runs)
         if not (constant or _lies_along(letter, each, place)):
             raise call.misfit("a slice meets a dimension that is whole, or other slices")
     if not all(other == letter and place.is_cut_as(first) for other, place in slices):

@@ -357,7 +357,8 @@ class PlaceMode(OperationLog):
             sizes = list(tensor.shape)
             sizes[place.dim] = place.whole_size(sizes[place.dim], self.ranks)
             return tuple(sizes)
-        constant = {*place.uniform, *(d for d, n in enumerate(tensor.shape) if n == 1)}
+        constant = {*place.uniform, *(dim for dim, _ in place.runs)}
+        constant |= {dim for dim, size in enumerate(tensor.shape) if size == 1}
         return tuple(ANY if d in constant else n for d, n in enumerate(tensor.shape))
 
 

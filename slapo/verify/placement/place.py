@@ -52,6 +52,9 @@ class Place:
     rows: tuple[int, int] = (0, 0)
     #: dimensions along which a whole tensor is constant, so that all slices are alike
     uniform: frozenset[int] = frozenset()
+    #: dimensions along which it is constant within runs, and the lengths of these: one head of keys
+    #: that was repeated for all heads of queries, after a view of batch and heads as one dimension
+    runs: tuple[tuple[int, int], ...] = ()
     #: all of a whole tensor is zero, or not written yet: it may count as a summand too
     is_zero: bool = False
     #: the number of ranks that hold a slice

@@ -75,13 +75,17 @@ def is_pointwise(call: Call) -> bool:
 def of_wholes(call: Call) -> list[Place]:
     """Places of what was made of whole tensors alone: whole, and perhaps constant."""
     if call.name in _CONSTANT or call.name in _ZERO:
-        zero = call.name in _ZERO or (call.name == "full" and call.get("fill_value") == 0)
+        zero = call.name in _ZERO or call.get("fill_value", call.get("s")) == 0
         return [Place(uniform=frozenset(range(out.ndim)), is_zero=zero) for out in call.outs]
     pairs = zip(call.tensors, call.places, strict=True)
-    known = any(p.uniform or p.is_zero or tensor.ndim == 0 for tensor, p in pairs)
+    known = any(p.uniform or p.runs or p.is_zero or tensor.ndim == 0 for tensor, p in pairs)
     if not known and call.name != "expand":
         return [WHOLE] * len(call.outs)
-    return [Place(uniform=_uniform_dims(call, out), is_zero=_stays_zero(call)) for out in call.outs]
+    zero = _stays_zero(call)
+    return [
+        Place(uniform=_uniform_dims(call, out), runs=_runs(call, out), is_zero=zero)
+        for out in call.outs
+    ]
 
 
 #: What they give of one value everywhere has one value everywhere.
@@ -114,6 +118,8 @@ def _uniform_dims(call: Call, out: Tensor) -> frozenset[int]:
     if call.name in REORDERS:
         moved = REORDERS[call.name]
         return frozenset(moved(dim, call, out.ndim) for dim in call.places[0].uniform)
+    if call.name in ("split", "split_with_sizes", "slice"):
+        return call.places[0].uniform
     if call.name == "mm":
         rows, columns = (place.uniform for place in call.places)
         return frozenset({0} & rows | {1} & columns)
@@ -137,6 +143,27 @@ def _kept_by_view(call: Call) -> frozenset[int]:
     old, new = call.tensors[0].shape, call.outs[0].shape
     kept = {(old[dim], prod(old[dim + 1 :])) for dim in call.places[0].uniform}
     return frozenset(d for d, size in enumerate(new) if (size, prod(new[d + 1 :])) in kept)
+
+
+def _runs(call: Call, out: Tensor) -> tuple[tuple[int, int], ...]:
+    """Dimensions whose inner part is constant: made by a view, and kept by what moves them."""
+    old, new, place = call.tensors[0].shape, out.shape, call.places[0]
+    if call.name in REORDERS:
+        moved = REORDERS[call.name]
+        return tuple((moved(dim, call, len(new)), run) for dim, run in place.runs)
+    if call.name in ("expand", *COPIES):
+        return tuple((dim + len(new) - len(old), run) for dim, run in place.runs)
+    if call.name not in VIEWS:
+        return ()
+    # Along a dimension, or a part of one, that has these elements behind each of its own.
+    kept = [(old[dim], prod(old[dim + 1 :])) for dim in place.uniform]
+    kept += [(run, prod(old[dim + 1 :])) for dim, run in place.runs]
+    return tuple(
+        (dim, run)
+        for dim, size in enumerate(new)
+        for run, inner in kept
+        if run < size and size % run == 0 and prod(new[dim + 1 :]) == inner
+    )
 
 
 def _left_by_sum(call: Call) -> frozenset[int]:

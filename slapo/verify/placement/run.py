@@ -153,7 +153,7 @@ class _Check:
             if not self.sch.mod.training:  # one in train mode has its own flags
                 stack.enter_context(in_mode(self.sch.mod, True))
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(_eager())
+            stack.enter_context(eager())
             # A first run may make what later ones find where it was kept.
             pair = self._compare() and self._compare()
             if pair is not None:
@@ -271,7 +271,7 @@ def losses_in(output: Any) -> list[Tensor]:
 
 
 @contextmanager
-def _eager() -> Iterator[None]:
+def eager() -> Iterator[None]:
     """Run compiled functions operation by operation."""
     if torch.compiler.is_compiling():
         yield
