@@ -43,9 +43,10 @@ if TYPE_CHECKING:
     from slapo.autotune import Symbol as Symbol
     from slapo.clip import clip_grad_norm_
     from slapo.cost import dryrun
+    from slapo.derive.rules import register_axis_rule
     from slapo.framework_dialect import Engine
     from slapo.mesh import init_mesh
-    from slapo.model_schedule import apply_schedule
+    from slapo.model_schedule import apply_schedule, draft
     from slapo.pretrained import load_pretrained, save_pretrained
     from slapo.record import ScheduleRecord
     from slapo.saving.steps import checkpoints
@@ -77,6 +78,7 @@ __all__ = [
     "checkpoints",
     "clip_grad_norm_",
     "create_schedule",
+    "draft",
     "dryrun",
     "get_logger",
     "get_rng_tracker",
@@ -84,6 +86,7 @@ __all__ = [
     "init_mesh",
     "list_primitives",
     "load_pretrained",
+    "register_axis_rule",
     "register_place_rule",
     "register_primitive",
     "replay",
@@ -105,11 +108,13 @@ _LATE = {
     "check": "slapo.verify.placement",
     "checkpoints": "slapo.saving.steps",
     "clip_grad_norm_": "slapo.clip",
+    "draft": "slapo.model_schedule",
     "dryrun": "slapo.cost",
     "get_cuda_rng_tracker": "slapo.random",
     "init_mesh": "slapo.mesh",
     "is_random_seed_set": "slapo.random",
     "load_pretrained": "slapo.pretrained",
+    "register_axis_rule": "slapo.derive.rules",
     "register_place_rule": "slapo.verify.placement",
     "replay": "slapo._replay",
     "save_pretrained": "slapo.pretrained",

@@ -12,11 +12,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from slapo.cost.command import config_of
+from slapo.cost.models import for_training, shrink, training_inputs
 from slapo.errors import MissingPackageError, SlapoError, with_nearest
 from slapo.model_schedule import apply_schedule, recipe_keys, recipe_of
+from slapo.model_schedule.drafts import draft_offline
 from slapo.model_schedule.registry import AUTO, description
 from slapo.saving.inspect import inspect as inspect_folder
 from slapo.verify.placement.offline import check_at
+from slapo.weights.meta import init_empty_weights
 
 _AUTO = (
     "Any model of Transformers whose config carries a tensor-parallel plan; in one process any "
@@ -33,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_check(commands)
+    _add_draft(commands)
     _add_recipes(commands)
     _add_inspect(commands)
     _add_passed_on(commands, "dryrun", _dryrun, "memory and time of a step on a described cluster")
@@ -87,6 +92,55 @@ def _check(given: argparse.Namespace) -> int:
         print(error.args[0] if error.args else error, file=sys.stderr)
         return 1
     return 0
+
+
+def _add_draft(commands: Any) -> None:
+    command = commands.add_parser(
+        "draft",
+        help="derive a tensor-parallel recipe for a model, prove it, and print it as a program",
+        description=(
+            "The program goes to standard output, and to standard error what it shards, what stays "
+            "whole and why, and the verdict of slapo check. Runs on one process, without weights."
+        ),
+    )
+    command.add_argument(
+        "model",
+        metavar="SCRIPT.py:FUNCTION|FOLDER",
+        help="a function without arguments that returns (model, example_inputs), or a model of "
+        "Transformers alone; or MODULE:FUNCTION; or a folder with a config.json",
+    )
+    command.add_argument(
+        "--tp", type=int, default=2, help="ranks that tensors are split over (%(default)s)"
+    )
+    command.set_defaults(run=_draft)
+
+
+def _draft(given: argparse.Namespace) -> int:
+    try:
+        model, inputs = _to_draft(given.model)
+        drafted = draft_offline(model, inputs, given.tp, shortened=lambda each: shrink(each).model)
+    except (SlapoError, ValueError, TypeError) as error:
+        print(error.args[0] if error.args else error, file=sys.stderr)
+        return 1
+    print(drafted, end="")
+    print(drafted.summary(), file=sys.stderr)
+    return 0 if drafted.verdict is None and drafted.recipe.splits else 1
+
+
+def _to_draft(source: str) -> tuple[Any, Any]:
+    """A model on meta, and its inputs."""
+    if ":" not in source:
+        config = config_of(source)
+        with init_empty_weights():
+            model = for_training(config)
+        return model, training_inputs(model, 3, 13)
+    with init_empty_weights():
+        made = load(source)()
+    if isinstance(made, tuple):
+        if len(made) == 2:
+            return made
+        raise TypeError(f"{source} returned a tuple of {len(made)}; return (model, example_inputs)")
+    return made, training_inputs(made, 3, 13)
 
 
 def _add_recipes(commands: Any) -> None:

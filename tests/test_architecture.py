@@ -26,7 +26,7 @@ FLOORS = [
     ["clip", "selection"],
     ["schedule"],
     ["verify"],
-    ["pretrained"],
+    ["derive", "pretrained"],
     ["_build", "_replay"],
     ["autotune", "model_schedule"],
     ["cost"],

@@ -28,7 +28,10 @@ import pytest
 import torch.distributed as dist
 
 import slapo
+from slapo.derive import rules
+from slapo.model_schedule import registry
 from slapo.primitives import base
+from slapo.verify.placement import call
 from tests.distributed import run_distributed
 
 ROOT = Path(__file__).parent.parent
@@ -137,9 +140,11 @@ def skip_without_packages(page: str) -> None:
 
 @pytest.fixture
 def registries_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Pages may register primitives and set seeds; other tests shall not see them."""
+    """Pages may register primitives, recipes and rules, and set seeds, for themselves alone."""
     monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
-    yield
+    monkeypatch.setattr(registry, "_RECIPES", dict(registry._RECIPES))
+    with mock.patch.dict(call.RULES), mock.patch.dict(rules.RULES):
+        yield
     slapo.get_rng_tracker().reset()
 
 

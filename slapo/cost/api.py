@@ -32,7 +32,7 @@ from slapo.errors import SlapoError
 from slapo.model_schedule import apply_schedule
 from slapo.model_schedule.apply import chosen
 from slapo.model_schedule.options import Options
-from slapo.model_schedule.registry import AUTO, maker_of, schedule_of
+from slapo.model_schedule.registry import AUTO, DRAFT, maker_of, schedule_of
 from slapo.model_schedule.stage_cuts import chosen_cuts, even_cuts, layer_costs
 from slapo.model_schedule.tensor_parallel import cast
 from slapo.schedule import Schedule, create_schedule
@@ -224,7 +224,9 @@ class _DryRunSession:
         self._own = Options(**{name: options[name] for name in _OWN if name in options})
         self._dtype = _dtype_of(dtype, self._own)
         self._key = _key_of(source)
-        self._is_recipe = isinstance(recipe, str) and (recipe == AUTO or not schedule_of(recipe))
+        self._is_recipe = isinstance(recipe, str) and (
+            recipe in (AUTO, DRAFT) or not schedule_of(recipe)
+        )
         is_cached = self._is_recipe and self._key is not None and inputs is None and loss_fn is None
         self._runs: dict[Hashable, Run] = _RUNS if is_cached else {}
         self._smalls: dict[Hashable, ReducedModel] = {}

@@ -58,7 +58,7 @@ def _run(given: argparse.Namespace) -> DryRun:
         sizes["dp"] = ranks // model
     return dryrun(
         given.key,
-        _config(given.config),
+        config_of(given.config),
         mesh=sizes,
         machine=machine,
         batch=given.batch,
@@ -89,7 +89,8 @@ def _machine(name: str) -> Machine:
     return Machine("custom", memory, flops, bandwidth, inside)
 
 
-def _config(path: str) -> Any:
+def config_of(path: str) -> Any:
+    """The config of Transformers in a file or a folder."""
     try:
         from transformers import AutoConfig
     except ImportError as error:

@@ -1,6 +1,7 @@
 """Ready schedules of model families: recipes as tables, over a few verbs."""
 
 from slapo.model_schedule.api import apply_schedule
+from slapo.model_schedule.drafts import Draft, draft
 from slapo.model_schedule.gpt2 import gen_embedding_hooks
 from slapo.model_schedule.recipe import Recipe, Region, Stack
 from slapo.model_schedule.registry import (
@@ -12,10 +13,12 @@ from slapo.model_schedule.registry import (
 )
 
 __all__ = [
+    "Draft",
     "Recipe",
     "Region",
     "Stack",
     "apply_schedule",
+    "draft",
     "gen_embedding_hooks",
     "recipe_keys",
     "recipe_of",

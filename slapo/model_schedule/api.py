@@ -9,11 +9,12 @@ from torch import nn
 
 from slapo.errors import with_nearest
 from slapo.model_schedule import families
-from slapo.model_schedule.apply import apply_recipe, base_path
-from slapo.model_schedule.auto import auto_recipe
+from slapo.model_schedule.apply import apply_recipe, base_path, inputs_for
+from slapo.model_schedule.auto import known_recipe, labelled, recipe_of_layers
+from slapo.model_schedule.drafts import draft_in_group
 from slapo.model_schedule.options import Options
 from slapo.model_schedule.recipe import Recipe
-from slapo.model_schedule.registry import AUTO, have_one_recipe, recipe_of, schedule_of
+from slapo.model_schedule.registry import AUTO, DRAFT, have_one_recipe, recipe_of, schedule_of
 from slapo.schedule import Schedule, create_schedule
 
 assert families.__doc__, "imported for the recipes that it registers"
@@ -40,9 +41,10 @@ def apply_schedule(
         A model, or its root schedule.
     key
         That of a recipe (``slapo recipes`` lists them), or of :func:`register_schedule`; or
-        ``"auto"``, for any model whose config carries a tensor-parallel plan: it is carried out
-        with its known faults mended, and proved by :func:`slapo.check`. Without a plan, ``"auto"``
-        takes the recipe of the family, or in one process what needs to know the layers alone.
+        ``"auto"``, for any model. A tensor-parallel plan that its config carries is carried out
+        with its known faults fixed, and proved by :func:`slapo.check`. Without a plan, ``"auto"``
+        takes the recipe of the family, or else what :func:`slapo.draft` derives; in one process,
+        what needs to know the layers alone. ``"draft"`` derives one for any model.
     model_config
         Sizes of the model; by default ``model.config``.
     prefix
@@ -102,7 +104,7 @@ def apply_schedule(
     'LossHead'
     >>> model, _ = slapo.build(sch)
     """
-    own = None if key == AUTO else schedule_of(key)
+    own = None if key in (AUTO, DRAFT) else schedule_of(key)
     if own is not None:
         given = {"model_config": model_config, "prefix": prefix, "group": group, "mesh": mesh}
         said = {name: value for name, value in given.items() if value not in (None, "")}
@@ -111,15 +113,24 @@ def apply_schedule(
     sch = _schedule(model, group, mesh)
     config: Any = getattr(sch.mod, "config", None) if model_config is None else model_config
     base = base_path(sch.mod, prefix)
-    recipe = auto_recipe(sch.mod, base, config) if key == AUTO else _recipe(key, config)
     text = _text_config(config)
+    recipe = _recipe(key, sch, base, config, checked)
     if model_config is not None:
         _check_config(sch.mod, model_config, text, recipe)
     apply_recipe(sch, recipe, checked, text, base, is_foreign=_is_foreign(key, config))
     return sch
 
 
-def _recipe(key: str, config: Any) -> Recipe:
+def _recipe(key: str, sch: Schedule, base: str, config: Any, options: Options) -> Recipe:
+    """The recipe of a key; for a model that none is known of, a draft, or its layers alone."""
+    known = known_recipe(sch.mod, base, config) if key == AUTO else None
+    if known is not None:
+        return known
+    if key == AUTO and sch.world_size == 1:
+        return recipe_of_layers(sch.mod, base)
+    if key in (AUTO, DRAFT):
+        inputs = labelled(sch.mod, inputs_for(sch, options, _text_config(config)))
+        return draft_in_group(sch.mod, inputs, sch.group).recipe
     try:
         return recipe_of(key, config)
     except AttributeError as error:
@@ -132,7 +143,7 @@ def _recipe(key: str, config: Any) -> Recipe:
 def _is_foreign(key: str, config: Any) -> bool:
     """Return whether the recipe of a key is not the one that the model's own family has."""
     family = getattr(config, "model_type", None)
-    return key != AUTO and bool(family) and not have_one_recipe(key, str(family))
+    return key not in (AUTO, DRAFT) and bool(family) and not have_one_recipe(key, str(family))
 
 
 def _text_config(config: Any) -> Any:

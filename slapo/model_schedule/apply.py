@@ -31,6 +31,7 @@ from slapo.model_schedule.options import (
 )
 from slapo.model_schedule.plans import split_by_plan
 from slapo.model_schedule.recipe import Recipe
+from slapo.model_schedule.splits import split
 from slapo.model_schedule.stage_cuts import chosen_cuts, cut, even_cuts, layer_costs
 from slapo.op.attention import check_available
 from slapo.schedule import Schedule
@@ -79,7 +80,7 @@ class _RecipeRun:
         self.head = next((path for path in recipe.heads.split() if path in sch), "")
         self.parallel = sch.world_size > 1
         #: another's word, which is to be proved
-        self.is_doubtful = bool(recipe.plan) or is_foreign
+        self.is_doubtful = bool(recipe.plan or recipe.splits) or is_foreign
         self.spreads = options.sequence_parallel and self.parallel
         #: the vocabulary is split, and the logits stay so
         self.splits_vocabulary = options.parallel_vocabulary and self.parallel
@@ -161,6 +162,10 @@ class _RecipeRun:
         if self.recipe.plan:
             self.split_by_plan()
             return
+        if self.recipe.splits:
+            stacks = {stack: self.layers(n) for n, stack in enumerate(self.recipe.stacks)}
+            split(self.base, self.recipe.splits, stacks, self.spreads)
+            return
         key_values = self.few_key_values()
         # Hooks around a stack within which a stage ends have no place to run.
         here = self.options.pipeline_cuts is not None
@@ -187,8 +192,8 @@ class _RecipeRun:
     def prove(self) -> None:
         """A plan is another's word, and a recipe of another family is not for this one."""
         inputs = self.example_inputs()
-        what = "the plan that {} carries"
-        if not self.recipe.plan:
+        what = "the plan that {} carries" if self.recipe.plan else "the draft of {}"
+        if not (self.recipe.plan or self.recipe.splits):
             what = "the recipe given for {}, which is not that of its family,"
         prove(self.sch, labelled(self.sch.mod, inputs), self.again, what)
 
@@ -247,15 +252,10 @@ class _RecipeRun:
         cut(self.sch, self.prefix, self.recipe.stacks, paths, self.ends(), inputs)
 
     def example_inputs(self) -> dict[str, Any]:
-        """Inputs of the model; tokens can be sharded over the ranks."""
-        if self.options.example_inputs is not None:
-            return dict(self.options.example_inputs)
-        if self.recipe.inputs is not None:
+        """Inputs of the model."""
+        if self.options.example_inputs is None and self.recipe.inputs is not None:
             return self.recipe.inputs(self.config)
-        ranks = self.sch.world_size
-        length = ranks * math.ceil(6 / ranks)
-        sizes: Any = {"batch": 2, "length": length, "decoder_length": length}
-        return example_inputs(self.sch.mod, config=self.config, **sizes, device="cpu")
+        return inputs_for(self.sch, self.options, self.config)
 
     # --- what the model has ----------------------------------------------------------------------
     def layers(self, number: int) -> list[Schedule]:
@@ -274,6 +274,15 @@ class _RecipeRun:
             flat = [path for each in paths for path in each]
             return even_cuts(layer_costs(self.sch.mod, flat, self.head), cuts)
         return chosen_cuts(cuts, [len(each) for each in paths])
+
+
+def inputs_for(sch: Schedule, options: Options, config: Any) -> dict[str, Any]:
+    """Example inputs as given, or of tokens that can be sharded over the ranks."""
+    if options.example_inputs is not None:
+        return dict(options.example_inputs)
+    length = sch.world_size * math.ceil(6 / sch.world_size)
+    sizes: Any = {"batch": 2, "length": length, "decoder_length": length}
+    return example_inputs(sch.mod, config=config, **sizes, device="cpu")
 
 
 def chosen(paths: list[str], ratio: float, method: str) -> list[str]:

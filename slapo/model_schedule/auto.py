@@ -33,8 +33,8 @@ logger = get_logger()
 _SMALL = 0.25
 
 
-def auto_recipe(model: nn.Module, base: str, config: Any) -> Recipe:
-    """The recipe of a model whose config carries a plan, or of its family, or of its layers."""
+def known_recipe(model: nn.Module, base: str, config: Any) -> Recipe | None:
+    """The recipe of a model whose config carries a plan, or of its family."""
     plan = plan_of(model)
     kind = type(model).__name__
     if not plan:
@@ -42,7 +42,7 @@ def auto_recipe(model: nn.Module, base: str, config: Any) -> Recipe:
         if key in recipe_keys():
             logger.info("auto: %s has the recipe %r, and no plan in its config", kind, key)
             return recipe_of(key, config)
-        return _of_layers(model, base)
+        return None
     unknown = unknown_styles(plan)
     if unknown:
         raise ValueError(
@@ -51,7 +51,7 @@ def auto_recipe(model: nn.Module, base: str, config: Any) -> Recipe:
         )
     layers = _layers(model, plan)
     if not layers:  # of a plan for the head alone
-        return _of_layers(model, base)
+        return None
     embeddings, head = _embedding(model), _head(model)
     table: Any = model.get_submodule(embeddings) if embeddings else None
     vocabulary = {*embeddings.split(), head}
@@ -74,17 +74,11 @@ def auto_recipe(model: nn.Module, base: str, config: Any) -> Recipe:
     )
 
 
-def _of_layers(model: nn.Module, base: str) -> Recipe:
+def recipe_of_layers(model: nn.Module, base: str) -> Recipe:
     """Layers, in lists of modules of one class, without a word on how they could be split."""
     kind = type(model).__name__
     none = f"{kind} carries no tensor-parallel plan of layers (base_model_tp_plan of its config)"
-    lists: dict[str, int] = {}
-    for path, module in model.get_submodule(base).named_modules():
-        within = any(path.startswith(f"{other}.") for other in lists)
-        kinds = {type(each) for each in module} if isinstance(module, nn.ModuleList) else set()
-        if len(kinds) == 1 and nn.ModuleList not in kinds:  # in a list of lists, each is a stack
-            lists |= {} if within else {path: sum(p.numel() for p in module.parameters())}
-    found = [path for path, size in lists.items() if size >= max(1, _SMALL * max(lists.values()))]
+    found = lists_of_layers(model.get_submodule(base))
     if not found:
         raise ValueError(
             f"{none}, and there is no list of layers in it; pass the key of a family that `slapo "
@@ -94,11 +88,18 @@ def _of_layers(model: nn.Module, base: str) -> Recipe:
         stacks=tuple(Stack(path, ()) for path in found),
         heads=_head(model),
         counts="",
-        refuses={
-            "tensor parallelism": f"{none}, nor is there a recipe; register_recipe() a table of "
-            "the family, or pass as group one of a single rank"
-        },
     )
+
+
+def lists_of_layers(base: nn.Module) -> list[str]:
+    """Paths of the lists of layers: of modules of one or of several classes, none of them small."""
+    lists: dict[str, int] = {}
+    for path, module in base.named_modules():
+        within = any(path.startswith(f"{other}.") for other in lists)
+        kinds = {type(each) for each in module} if isinstance(module, nn.ModuleList) else set()
+        if kinds and nn.ModuleList not in kinds:  # in a list of lists, each is a stack
+            lists |= {} if within else {path: sum(p.numel() for p in module.parameters())}
+    return [path for path, size in lists.items() if size >= max(1, _SMALL * max(lists.values()))]
 
 
 def _layers(model: nn.Module, plan: dict[str, str]) -> str:
@@ -146,7 +147,8 @@ def prove(sch: Schedule, inputs: Any, again: Callable[[Schedule], None], what: s
         check(sch, inputs)
     except PlacementError as error:
         said = error.args[0]
-        if not error.is_certain and dist.get_backend(sch.group) != "fake":
+        can_compare = hasattr(sch.mod, "config") and dist.get_backend(sch.group) != "fake"
+        if can_compare and not error.is_certain:
             logger.info("auto: two layers of %s are compared by numbers, since %s", kind, said)
             try:
                 _compare(sch.mod, sch.group, inputs, again)

@@ -139,6 +139,9 @@ class Recipe:
         ``inputs(config)``: example inputs for traces; token ids by default.
     plan
         In place of regions: path -> style, as configs of Transformers carry it; digits are ``*``.
+    splits
+        Beside regions: path of modules -> what is sharded and summed there, in the words of
+        :mod:`slapo.model_schedule.splits`, as :func:`slapo.draft` writes it.
     """
 
     stacks: tuple[Stack, ...]
@@ -152,11 +155,12 @@ class Recipe:
     special: Callable[[Schedule], None] | None = None
     inputs: Callable[[Any], dict[str, Any]] | None = None
     plan: Mapping[str, str] = field(default_factory=dict)
+    splits: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        head = _text(self, without=("stacks", "refuses", "plan"))
+        head = _text(self, without=("stacks", "refuses", "plan", "splits"))
         refused = [f"refuses {name}: {why}" for name, why in self.refuses.items()]
-        plan = [f"  {path}: {style}" for path, style in self.plan.items()]
+        plan = [f"  {path}: {said}" for path, said in {**self.plan, **self.splits}.items()]
         return "\n".join([head, *map(str, self.stacks), *plan, *refused])
 
 

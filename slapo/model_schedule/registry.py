@@ -10,6 +10,8 @@ from slapo.model_schedule.recipe import Recipe
 
 #: The key that takes any model whose config carries a plan.
 AUTO = "auto"
+#: The key that derives a schedule from the model.
+DRAFT = "draft"
 
 #: A recipe of a family, made for a config.
 RecipeMaker = Callable[[Any], Recipe]
@@ -147,11 +149,11 @@ def description(key: str) -> str:
 def _check_new(keys: tuple[str, ...]) -> None:
     if not keys or not all(isinstance(key, str) and key for key in keys):
         raise ValueError(f"got the keys {keys!r}; pass names, such as the config's model_type")
-    taken = [key for key in keys if key in (AUTO, *_RECIPES, *_SCHEDULES)]
+    taken = [key for key in keys if key in (AUTO, DRAFT, *_RECIPES, *_SCHEDULES)]
     if taken:
         raise ValueError(f"{taken} have a schedule already; pass other keys, or unregister() them")
 
 
 def _unknown(key: Any) -> str:
-    known = sorted([AUTO, *_RECIPES, *_SCHEDULES])
+    known = sorted([AUTO, DRAFT, *_RECIPES, *_SCHEDULES])
     return with_nearest(str(key), known, f"there is no schedule {key!r}; there are {known}")

@@ -1,0 +1,276 @@
+"""Dimensions of tensors as products of axes.
+
+Every dimension of a parameter begins as one axis. Operations of a model then say which dimensions
+are the same: a view splits an axis into a product of two, a product of matrices unifies those that
+it multiplies, a split cuts an axis into blocks. In the end the heads of an attention block are one
+axis of all its weights, and features within a head another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+
+
+class Axis:
+    """One axis of tensors; several become one as operations unify them.
+
+    Parameters
+    ----------
+    size
+        Number of elements along it.
+    whole
+        Why it cannot be sharded; empty if it can.
+    """
+
+    __slots__ = ("_same_as", "blocks", "name", "product", "size", "whole")
+
+    def __init__(self, size: int, whole: str = "") -> None:
+        self.size, self.whole = size, whole
+        #: of a parameter, where it was seen first: the same in every run and on every rank
+        self.name = ""
+        #: axes that it is the product of, from the outermost
+        self.product: Term | None = None
+        #: terms that it is the concatenation of
+        self.blocks: list[Term] | None = None
+        self._same_as: Axis | None = None
+
+    def merge_into(self, other: Axis) -> None:
+        """Become another axis."""
+        self._same_as = other
+
+    @property
+    def final(self) -> Axis:
+        """The axis that it has become."""
+        axis = self
+        while axis._same_as is not None:
+            axis = axis._same_as
+        return axis
+
+
+#: A dimension: its axes from the outermost.
+Term = tuple[Axis, ...]
+
+
+def fresh(size: int, whole: str = "") -> Term:
+    """A dimension that nothing is known of."""
+    return (Axis(size, whole),)
+
+
+def factors(term: Iterable[Axis]) -> list[Axis]:
+    """The axes of a dimension as they are now, without those of size 1."""
+    found: list[Axis] = []
+    for axis in term:
+        axis = axis.final
+        if axis.product is not None:
+            found += factors(axis.product)
+        elif axis.size != 1:
+            found.append(axis)
+    return found
+
+
+def size_of(term: Iterable[Axis]) -> int:
+    """The size of a dimension."""
+    return prod(axis.size for axis in term)
+
+
+def keep_whole(term: Iterable[Axis], why: str) -> None:
+    """Note that no axis of a dimension can be sharded."""
+    for axis in factors(term):
+        axis.whole = axis.whole or why
+        for block in axis.blocks or ():
+            keep_whole(block, why)
+
+
+def _split(axis: Axis, outer: int) -> Term:
+    """Make an axis the product of one of size `outer` and the rest."""
+    axis.product = (Axis(outer, axis.whole), Axis(axis.size // outer, axis.whole))
+    return axis.product
+
+
+# --- the same axis ------------------------------------------------------------------------------
+def unify(first: Iterable[Axis], second: Iterable[Axis], why: str) -> None:
+    """Make two dimensions the same, or keep both whole if their axes do not fit."""
+    left, right = factors(first), factors(second)
+    while left and right:
+        a, b = left[0], right[0]
+        if a is b or a.size == b.size:
+            _merge(a, b, why)
+            left, right = factors(left[1:]), factors(right[1:])
+            continue
+        large, small = (a, b) if a.size > b.size else (b, a)
+        if large.size % small.size or large.blocks is not None:
+            break
+        _split(large, small.size)
+        left, right = factors(left), factors(right)
+    if left or right:
+        keep_whole([*left, *right], why)
+
+
+def _merge(a: Axis, b: Axis, why: str) -> None:
+    """Make two axes of one size the same, block by block."""
+    if a is b:
+        return
+    whole = a.whole or b.whole
+    if a.blocks is None:
+        a.merge_into(b)
+        kept = b
+    else:
+        b_blocks = b.blocks
+        b.merge_into(a)
+        kept = a
+        if b_blocks is not None:
+            ends = sorted({*_ends(a.blocks), *_ends(b_blocks)})
+            sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+            mine, theirs = _cut_row(a.blocks, sizes), _cut_row(b_blocks, sizes)
+            if mine is None or theirs is None:
+                whole = whole or f"{why} of different blocks"
+            else:
+                a.blocks = mine
+                for one, other in zip(mine, theirs, strict=True):
+                    unify(one, other, why)
+    if whole:
+        keep_whole((kept,), whole)
+
+
+def _ends(blocks: Sequence[Term]) -> list[int]:
+    return [sum(map(size_of, blocks[: count + 1])) for count in range(len(blocks))]
+
+
+# --- blocks -------------------------------------------------------------------------------------
+def concatenated(blocks: Sequence[Term]) -> Term:
+    """The dimension of a concatenation."""
+    blocks = [block for block in blocks if size_of(block)]
+    if len(blocks) == 1:
+        return blocks[0]
+    axis = Axis(sum(map(size_of, blocks)))
+    axis.blocks = list(blocks)
+    if all(own and all(each.whole for each in own) for own in map(factors, blocks)):
+        axis.whole = "a concatenation of dimensions that stay whole"
+    return (axis,)
+
+
+def cut(term: Term, sizes: Sequence[int]) -> list[Term] | None:
+    """The blocks of a dimension; None if an axis would be cut that is not its outermost."""
+    if len(sizes) == 1:
+        return [term]
+    if not all(sizes):
+        found = cut(term, [size for size in sizes if size])
+        rest = iter(found or ())
+        return None if found is None else [next(rest) if size else fresh(0) for size in sizes]
+    own = factors(term)
+    inner = prod(axis.size for axis in own[1:])
+    if not own or any(size % inner for size in sizes):
+        return None
+    outer, counts = own[0], [size // inner for size in sizes]
+    if outer.blocks is None:
+        outer.blocks = [fresh(count, outer.whole) for count in counts]
+    blocks = _cut_row(outer.blocks, counts)
+    if blocks is None:
+        return None
+    if len(blocks) > len(outer.blocks):
+        outer.blocks = blocks
+    return [(*block, *own[1:]) for block in blocks]
+
+
+def _cut_row(blocks: Sequence[Term], sizes: Sequence[int]) -> list[Term] | None:
+    """Neighboring blocks cut or joined, so that they have these sizes."""
+    found: list[Term] = []
+    left = list(blocks)
+    for size in sizes:
+        mine: list[Term] = []
+        while size:
+            if not left:
+                return None
+            block = left.pop(0)
+            own = size_of(block)
+            if own > size:
+                pieces = cut(block, [size, own - size])
+                if pieces is None:
+                    return None
+                block, own = pieces[0], size
+                left.insert(0, pieces[1])
+            mine.append(block)
+            size -= own
+        found.append(concatenated(mine))
+    return found
+
+
+def carve(term: Iterable[Axis], sizes: Sequence[int]) -> list[Term] | None:
+    """The dimensions of a view that has these sizes; None if they do not follow the axes."""
+    found: list[Term] = []
+    left = factors(term)
+    for size in sizes:
+        mine: list[Axis] = []
+        while size > 1:
+            left = factors(left)
+            if not left:
+                return None
+            axis = left[0]
+            if size % axis.size == 0:
+                mine.append(left.pop(0))
+                size //= axis.size
+            elif axis.size % size == 0 and axis.blocks is None:
+                _split(axis, size)
+            else:
+                return None
+        found.append(tuple(mine))
+    return None if left else found
+
+
+# --- what a choice of axes makes of them ----------------------------------------------------------
+def axes_in(term: Iterable[Axis]) -> Iterator[Axis]:
+    """All axes of a dimension, those of its blocks instead of concatenations."""
+    for axis in factors(term):
+        if axis.blocks is None:
+            yield axis
+        else:
+            for block in axis.blocks:
+                yield from axes_in(block)
+
+
+def concatenations_in(term: Iterable[Axis]) -> Iterator[Axis]:
+    """All axes of a dimension that are concatenations, those within blocks too."""
+    for axis in factors(term):
+        if axis.blocks is not None:
+            yield axis
+            for block in axis.blocks:
+                yield from concatenations_in(block)
+
+
+#: The axes to shard, as an ordered set: the same order on every rank.
+Chosen = dict[Axis, None]
+
+
+def is_sharded(term: Iterable[Axis], chosen: Chosen) -> bool:
+    """Return whether a dimension is sharded, in part at least."""
+    return any(axis in chosen for axis in axes_in(term))
+
+
+def local_size(term: Iterable[Axis], chosen: Chosen, ranks: int) -> int:
+    """The size of a dimension on one rank."""
+    total = 1
+    for axis in factors(term):
+        if axis.blocks is not None:
+            total *= sum(local_size(block, chosen, ranks) for block in axis.blocks)
+        else:
+            total *= axis.size // ranks if axis in chosen else axis.size
+    return total
+
+
+def blocks_of(term: Iterable[Axis], chosen: Chosen) -> list[Term] | None:
+    """The parts of a sharded dimension that are cut each by itself; None if one is not cut."""
+    own = factors(term)
+    for number, axis in enumerate(own):
+        inner, outer = tuple(own[number + 1 :]), size_of(own[:number])
+        if axis in chosen:
+            return [(axis, *inner)] * outer
+        if axis.blocks is not None and is_sharded((axis,), chosen):
+            found: list[Term] = []
+            for block in axis.blocks:
+                parts = blocks_of(block, chosen)
+                if parts is None:
+                    return None
+                found += [(*part, *inner) for part in parts]
+            return found * outer
+    return None

@@ -1,0 +1,148 @@
+"""Which axes are sharded: as many bytes as possible, no two that exclude each other."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable
+
+from slapo.derive.axes import (
+    Axis,
+    Chosen,
+    Term,
+    axes_in,
+    concatenations_in,
+    factors,
+    is_sharded,
+)
+from slapo.derive.trace import Trace
+
+
+def choose(found: Trace, bytes_of: dict[int, int], ranks: int, banned: set[str]) -> Chosen:
+    """The axes to shard.
+
+    Two axes exclude each other that are two dimensions of one parameter, or factors of one
+    dimension, such as heads and the features of a head. Blocks of a concatenation are sharded all
+    or none.
+
+    Parameters
+    ----------
+    found
+        The forward pass.
+    bytes_of
+        Number of the value of a parameter -> its bytes; axes of other ones are not sharded.
+    ranks
+        Number of slices.
+    banned
+        Names of axes that stay whole.
+    """
+    return _Choice(found, bytes_of, ranks, banned).choose()
+
+
+class _Choice:
+    def __init__(
+        self, found: Trace, bytes_of: dict[int, int], ranks: int, banned: set[str]
+    ) -> None:
+        self.ranks, self.banned = ranks, banned
+        self.weights: defaultdict[Axis, int] = defaultdict(int)
+        #: for each parameter, the axes of each of its dimensions
+        self.of_parameters: list[list[Chosen]] = []
+        for number in dict.fromkeys(found.parameters.values()):
+            dims = [dict.fromkeys(axes_in(term)) for term in found.values[number].dims]
+            self.of_parameters.append(dims)
+            for axis in itertools.chain(*dims):
+                if number in bytes_of:
+                    self.weights[axis] += bytes_of[number]
+        #: dimensions of several axes, and concatenations, of all tensors
+        self.products: list[list[Axis]] = []
+        self.concatenations: Chosen = {}
+        known = set()
+        for value in found.values:
+            for term in value.dims:
+                own = factors(term)
+                key = tuple(map(id, own))
+                if key not in known:
+                    known.add(key)
+                    self.concatenations |= dict.fromkeys(concatenations_in(own))
+                    if len(own) > 1:
+                        self.products.append(own)
+        self.excluded = self._excluded()
+
+    def choose(self) -> Chosen:
+        """The heaviest axes first, weighed against all that they exclude."""
+        places = self._places()
+
+        def worth(axis: Axis) -> tuple[float, int, float]:
+            own = self.weights[axis]
+            others = sum(self.weights[other] for other in self.excluded[axis])
+            return -own / (own + others), -own, places.get(axis, 0.0)
+
+        chosen: Chosen = {}
+        for axis in sorted(filter(self._may, self.weights), key=worth):
+            if axis not in chosen:
+                more = self._with_other_blocks(axis)
+                if more is not None and self._fit(chosen | more):
+                    chosen |= more
+        return chosen
+
+    def _may(self, axis: Axis) -> bool:
+        is_known = bool(self.weights.get(axis)) or axis not in self.weights
+        named = axis.name in self.banned
+        return is_known and not (axis.whole or axis.size % self.ranks or named)
+
+    def _excluded(self) -> defaultdict[Axis, Chosen]:
+        """Axes of which one alone can be sharded."""
+        found: defaultdict[Axis, Chosen] = defaultdict(dict)
+        rows: Iterable[list[Chosen]] = [
+            *self.of_parameters,
+            *([dict.fromkeys(axes_in((axis,))) for axis in own] for own in self.products),
+        ]
+        for row in rows:
+            for one, other in itertools.permutations(row, 2):
+                for axis in one:
+                    found[axis] |= dict.fromkeys(a for a in other if a is not axis and self._may(a))
+        return found
+
+    def _places(self) -> dict[Axis, float]:
+        """How far inside of its dimensions an axis is: heads are before what is in a head."""
+        found: defaultdict[Axis, list[int]] = defaultdict(list)
+        for own in self.products:
+            for place, axis in enumerate(own):
+                found[axis].append(place)
+        return {axis: sum(all_of) / len(all_of) for axis, all_of in found.items()}
+
+    def _with_other_blocks(self, axis: Axis) -> Chosen | None:
+        """An axis with one of each block that is concatenated with its own; None if one has none.
+
+        To look once more after each that was added finds blocks of blocks.
+        """
+        need: Chosen = {axis: None}
+        for _ in range(len(self.concatenations) + 1):
+            before = len(need)
+            for concatenation in self.concatenations:
+                blocks = concatenation.blocks or []
+                if is_sharded((concatenation,), need):
+                    for block in blocks:
+                        if not is_sharded(block, need):
+                            other = self._first(block)
+                            if other is None:
+                                return None
+                            need[other] = None
+            if len(need) == before:
+                break
+        return need
+
+    def _first(self, block: Term) -> Axis | None:
+        return next(filter(self._may, axes_in(block)), None)
+
+    def _fit(self, chosen: Chosen) -> bool:
+        """Return whether each parameter, and each dimension, is cut at one place."""
+        if not all(map(self._may, chosen)):
+            return False
+        for dims in self.of_parameters:
+            if sum(not chosen.keys().isdisjoint(axes) for axes in dims) > 1:
+                return False
+        return all(
+            sum(axis in chosen or is_sharded((axis,), chosen) for axis in own) <= 1
+            for own in self.products
+        )

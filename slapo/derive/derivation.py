@@ -1,0 +1,187 @@
+"""A tensor-parallel split of any model, derived from one forward pass."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from slapo.derive.axes import Chosen, Term, axes_in, blocks_of, is_sharded, keep_whole
+from slapo.derive.choose import choose
+from slapo.derive.collectives import Collectives, ImpossibleError, place
+from slapo.derive.sizes import Key, UnfitNumbersError, divided_attributes
+from slapo.derive.trace import Trace, trace
+
+#: So many choices are tried, each without the axes that made the one before impossible.
+_TRIES = 24
+
+
+@dataclass
+class Derivation:
+    """What is sharded, and what that needs."""
+
+    found: Trace
+    ranks: int
+    chosen: Chosen
+    collectives: Collectives
+    #: attributes of modules that each rank divides
+    divided: list[Key]
+    #: paths of embeddings whose rows are sharded, and of the layers that make logits
+    tables: list[str]
+    heads: list[str]
+    #: why axes were given up
+    given_up: list[str]
+
+    def sharded(self) -> Iterator[tuple[str, int, list[Term]]]:
+        """Each sharded parameter or buffer once: name, axis, and the blocks along it."""
+        seen: set[int] = set()
+        for name, number in self.found.parameters.items():
+            if number in seen or self.is_of_vocabulary(name):
+                continue
+            seen.add(number)
+            for axis, term in enumerate(self.found.values[number].dims):
+                if is_sharded(term, self.chosen):
+                    yield name, axis, blocks_of(term, self.chosen) or [term]
+
+    def is_of_vocabulary(self, name: str) -> bool:
+        """Return whether a parameter is a table of the vocabulary, or of the head."""
+        return name.rpartition(".")[0] in (*self.tables, *self.heads)
+
+    def axes_below(self, path: str) -> list[str]:
+        """Names of the sharded axes of the parameters of a module."""
+        prefix = f"{path}." if path else ""
+        found: dict[str, None] = {}
+        for name, number in self.found.parameters.items():
+            if name.startswith(prefix):
+                axes = itertools.chain(*map(axes_in, self.found.values[number].dims))
+                found |= {axis.name: None for axis in axes if axis in self.chosen}
+        return list(found)
+
+    def share(self) -> float:
+        """The share of the bytes of all parameters that is sharded."""
+        total = sharded = 0
+        sizes = _bytes_of(self.found)
+        split = {self.found.parameters[name] for name, _, _ in self.sharded()}
+        split |= {n for name, n in self.found.parameters.items() if self.is_of_vocabulary(name)}
+        for number, size in sizes.items():
+            total += size
+            sharded += size if number in split else 0
+        return sharded / max(1, total)
+
+    def left_whole(self, at_least: int = 2) -> dict[str, list[str]]:
+        """Parameters of two dimensions or more that stay whole: for each axis, why."""
+        split = {self.found.parameters[name] for name, _, _ in self.sharded()}
+        found: dict[str, list[str]] = {}
+        for name, number in self.found.parameters.items():
+            value = self.found.values[number]
+            if number in split or self.is_of_vocabulary(name) or not value.needs_grad:
+                continue
+            split.add(number)
+            if len(value.dims) >= at_least:
+                found[name] = [self._why(term) for term in value.dims]
+        return found
+
+    def _why(self, term: Term) -> str:
+        axes = list(axes_in(term))
+        if not axes:
+            return "has size 1"
+        free = [axis for axis in axes if not (axis.whole or axis.size % self.ranks)]
+        if free:
+            return "excluded by the axes that are sharded"
+        whys = {
+            axis.whole or f"{axis.size} is not divisible by {self.ranks}": None for axis in axes
+        }
+        return "; ".join(whys)
+
+
+def derive(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    ranks: int,
+    banned: set[str],
+) -> Derivation:
+    """Derive a split for a number of ranks.
+
+    Parameters
+    ----------
+    model
+        A model that is not scheduled; parameters may be on meta.
+    args, kwargs
+        Inputs.
+    ranks
+        Number of slices.
+    banned
+        Names of axes to leave whole.
+    """
+    tables, heads = vocabulary(model)
+    found = trace(model, args, kwargs, heads)
+    for path in (*tables, *heads):
+        for name in ("weight", "bias"):
+            number = found.parameters.get(f"{path}.{name}")
+            for term in found.values[number].dims if number is not None else ():
+                keep_whole(term, f"a dimension of {path!r}, whose rows are those of the vocabulary")
+    used = {number for node in found.nodes for number in node.inputs}
+    for number in set(found.parameters.values()) - used:
+        for term in found.values[number].dims:
+            keep_whole(term, "used by no operation")
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):  # take their weights as a list
+            for name, _ in module.named_parameters():
+                for term in found.values[found.parameters[f"{path}.{name}"]].dims:
+                    keep_whole(term, f"used by a kernel of {type(module).__name__}")
+    _name_axes(found)
+    sizes, banned, given_up = _bytes_of(found), set(banned), list[str]()
+    for number in range(_TRIES):
+        chosen = {} if number == _TRIES - 1 else choose(found, sizes, ranks, banned)
+        try:
+            collectives = place(found, chosen)
+            divided = divided_attributes(found.uses, found.attributes, chosen, ranks)
+            break
+        except (ImpossibleError, UnfitNumbersError) as error:
+            given_up.append(str(error))
+            names = {axis.name for axis in error.axes} or {axis.name for axis in chosen}
+            banned |= names
+    return Derivation(found, ranks, chosen, collectives, divided, tables, list(heads), given_up)
+
+
+def _name_axes(found: Trace) -> None:
+    """Name axes that views have made after the first parameter that has them."""
+    for name, number in found.parameters.items():
+        for dim, term in enumerate(found.values[number].dims):
+            for place_in_dim, axis in enumerate(axes_in(term)):
+                axis.name = axis.name or f"{name}:{dim}:{place_in_dim}"
+
+
+def _bytes_of(found: Trace) -> dict[int, int]:
+    """Number of the value of a trained parameter -> its bytes."""
+    sizes: dict[int, int] = {}
+    for name, parameter in found.model.named_parameters():
+        number = found.parameters.get(name)
+        if number is not None:
+            sizes[number] = parameter.numel() * parameter.element_size()
+    return sizes
+
+
+def vocabulary(model: nn.Module) -> tuple[list[str], dict[str, int]]:
+    """Paths of the tables of the vocabulary, and of the layers that make logits, with their size.
+
+    They have verbs of their own: rows are sharded unevenly, and logits gathered.
+    """
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    outside = [(p, m) for p, m in model.named_modules() if not _is_in_list(model, p)]
+    tables = {p: m for p, m in outside if isinstance(m, nn.Embedding)}
+    largest = max((table.num_embeddings for table in tables.values()), default=0)
+    size = getattr(text, "vocab_size", None) or largest
+    heads = {p: size for p, m in outside if type(m) is nn.Linear and m.out_features == size}
+    own = [p for p, m in tables.items() if m.num_embeddings == size and not any(m.children())]
+    return own, heads if size else {}
+
+
+def _is_in_list(model: nn.Module, path: str) -> bool:
+    """Return whether a module is one of several of a kind, or in one."""
+    return any(part.isdigit() for part in path.split(".")) and bool(path)

@@ -1,0 +1,401 @@
+"""One forward pass in one process: the axes of every tensor, and its way through modules."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from slapo.derive.axes import Term, carve, cut, factors, fresh, keep_whole, size_of
+from slapo.derive.rules import AxisCall, Dims, apply_rule, in_place
+from slapo.derive.sizes import Counted, Key, SizeUse, counted_attributes
+from slapo.random import states_kept
+from slapo.snapshot import attributes_kept
+from slapo.utils.outputs import tensors_in as tensors_of_output
+from slapo.verify.placement.call import name_of, run, tensors_in
+from slapo.verify.placement.fake_parameters import FakeParameters, standing_in
+from slapo.verify.placement.run import eager
+from slapo.weights.slots import slots
+from slapo.wrapper import in_mode
+
+
+@dataclass
+class Value:
+    """A tensor, or what a module sees of it between its entry and its exit."""
+
+    dims: Dims
+    needs_grad: bool = False
+    is_parameter: bool = False
+
+
+@dataclass(eq=False)
+class ModuleCall:
+    """One call of a module."""
+
+    path: str
+    module: nn.Module
+    is_leaf: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_leaf = next(self.module.children(), None) is None
+
+
+@dataclass
+class Node:
+    """An operation, or a tensor on its way into a module or out of it."""
+
+    #: ``"operation"``, ``"entry"`` or ``"exit"``
+    kind: str
+    #: of an operation; of an entry, the argument, if that is the tensor; of an exit, ``"only"`` if
+    #: the module returns nothing else
+    name: str
+    inputs: list[int]
+    outputs: list[int]
+    call: ModuleCall
+    contracted: list[Term] = field(default_factory=list)
+
+
+@dataclass
+class Trace:
+    """A forward pass: values by number, and nodes in the order in which they ran."""
+
+    model: nn.Module
+    values: list[Value] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    #: path of a parameter or buffer -> number of its value; of those that are tied, the same
+    parameters: dict[str, int] = field(default_factory=dict)
+    inputs: set[int] = field(default_factory=set)
+    outputs: set[int] = field(default_factory=set)
+    #: numbers that were given as sizes, and the attributes that they were computed of
+    uses: list[SizeUse] = field(default_factory=list)
+    attributes: dict[Key, int] = field(default_factory=dict)
+    #: names of operations without a rule
+    unknown: list[str] = field(default_factory=list)
+
+
+def trace(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], heads: dict[str, int]
+) -> Trace:
+    """Run a model forward, on stand-ins of its weights, and follow its axes.
+
+    Parameters
+    ----------
+    model
+        A model that is not scheduled.
+    args, kwargs
+        Inputs.
+    heads
+        Path of a layer -> size of its last dimension, which is gathered behind it.
+    """
+    found, stand_ins = Trace(model), FakeParameters(model)
+    mode = _Mode(found, heads)
+    with ExitStack() as stack:
+        if not model.training:
+            stack.enter_context(in_mode(model, True))
+        contexts: tuple[Any, ...] = (
+            states_kept(0),
+            attributes_kept(model),
+            eager(),
+            torch.enable_grad(),
+            standing_in(model, stand_ins, None, whole=True),
+        )
+        for context in contexts:
+            stack.enter_context(context)
+        mode.add_parameters()
+        found.attributes = stack.enter_context(counted_attributes(model))
+        args, kwargs = tree_map(
+            lambda leaf: stand_ins.given(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+        )
+        mode.add_inputs((args, kwargs))
+        contexts = (stand_ins.mode(), mode.followed(), _Sizes(mode), mode)
+        for context in contexts:
+            stack.enter_context(context)
+        output = model(*args, **kwargs)
+        for _, tensor in tensors_of_output(output):
+            number = mode.number(tensor)
+            found.outputs.add(number)
+            for term in found.values[number].dims:
+                keep_whole(term, "an output of the model")
+    return found
+
+
+class _Mode(TorchDispatchMode):
+    """Gives every tensor its axes as operations run."""
+
+    def __init__(self, found: Trace, heads: dict[str, int]) -> None:
+        super().__init__()
+        self.found, self.heads = found, heads
+        self.names: dict[int, str] = {}
+        for path, module in found.model.named_modules():
+            self.names.setdefault(id(module), path)
+        self.running = [ModuleCall("", found.model)]
+        #: id of a tensor -> number of its value; tensors are held, so that no id comes twice
+        self.numbers: dict[int, int] = {}
+        self._held: list[Tensor] = []
+
+    # --- values ---------------------------------------------------------------------------------
+    def add(self, tensor: Tensor, value: Value) -> int:
+        """Number a tensor."""
+        self.found.values.append(value)
+        if id(tensor) not in self.numbers:
+            self._held.append(tensor)
+        self.numbers[id(tensor)] = len(self.found.values) - 1
+        return self.numbers[id(tensor)]
+
+    def number(self, tensor: Tensor) -> int:
+        """The number of a tensor; one that was made elsewhere stays whole."""
+        if id(tensor) not in self.numbers:
+            path = self.running[-1].path
+            why = f"a tensor made outside the pass, used in {path!r}"
+            self.add(tensor, Value([fresh(size, why) for size in tensor.shape]))
+        return self.numbers[id(tensor)]
+
+    def dims(self, tensor: Tensor) -> Dims:
+        """The dimensions of a tensor."""
+        return self.found.values[self.number(tensor)].dims
+
+    def add_parameters(self) -> None:
+        """Each dimension of a parameter or buffer begins as one axis."""
+        for slot in slots(self.found.model):
+            tensor = slot.tensor
+            if id(tensor) not in self.numbers:
+                dims = [fresh(size) for size in tensor.shape]
+                for axis, term in enumerate(dims):
+                    term[0].name = f"{slot.name}:{axis}"
+                self.add(tensor, Value(dims, tensor.requires_grad, is_parameter=True))
+            self.found.parameters[slot.name] = self.number(tensor)
+
+    def add_inputs(self, inputs: Any) -> None:
+        """Inputs of the model stay whole."""
+        for tensor in tensors_in(inputs):
+            dims = [fresh(size, "an input of the model") for size in tensor.shape]
+            is_float = tensor.is_floating_point()
+            self.found.inputs.add(self.add(tensor, Value(dims, needs_grad=is_float)))
+
+    # --- operations -----------------------------------------------------------------------------
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, and give its results their axes."""
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        out = run(func, args, kwargs)
+        tensors, outs = tensors_in((args, kwargs)), tensors_in(out)
+        if not outs:
+            return out
+        inputs = [self.number(tensor) for tensor in tensors]
+        values = [self.found.values[number] for number in inputs]
+        call = AxisCall(
+            func,
+            name_of(func),
+            args,
+            kwargs,
+            tensors,
+            [value.dims for value in values],
+            [value.is_parameter for value in values],
+            outs,
+        )
+        found = self._by_rule(call)
+        differentiates = torch.is_grad_enabled() and call.name != "detach"
+        needs_grad = differentiates and any(value.needs_grad for value in values)
+        is_view = len(values) == 1 and values[0].is_parameter and call.name not in _MAKERS
+        node = Node("operation", call.name, inputs, [], self.running[-1], call.contracted)
+        for tensor, dims in zip(outs, found, strict=True):
+            if id(tensor) in self.numbers:
+                in_place(self.dims(tensor), dims, call.name)
+            is_float = tensor.is_floating_point() or tensor.is_complex()
+            value = Value(dims, needs_grad and is_float, is_view)
+            node.outputs.append(self.add(tensor, value))
+        self.found.nodes.append(node)
+        return out
+
+    def _by_rule(self, call: AxisCall) -> list[Dims]:
+        try:
+            found = apply_rule(call)
+            shapes = [[size_of(term) for term in dims] for dims in found]
+            if shapes == [[*out.shape] for out in call.outs]:
+                return found
+            why = f"the axis rule for {call.name} gives the shapes {shapes}"
+        except (ValueError, IndexError, TypeError) as error:  # a case that the rule does not know
+            why = f"the axis rule for {call.name} fails: {error}"
+        self.found.unknown.append(call.name)
+        return call.unknown(why)
+
+    # --- modules --------------------------------------------------------------------------------
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow the calls of modules in the block."""
+        call, follow = nn.Module.__call__, self._follow
+
+        def following(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return follow(module, call, args, kwargs)
+
+        nn.Module.__call__ = following  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__call__ = call  # type: ignore[method-assign]
+
+    def _follow(self, module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
+        path = self.names.get(id(module))
+        if not path:
+            return call(module, *args, **kwargs)
+        here = ModuleCall(path, module)
+        entered = self._enter(here, args, kwargs)
+        self.running.append(here)
+        try:
+            out = call(module, *args, **kwargs)
+        finally:
+            self.running.pop()
+            inside = {key: self.numbers[key] for key in entered}
+            self.numbers |= {key: old for key, (old, new) in entered.items() if inside[key] == new}
+        outs = tensors_in(out)
+        for tensor in outs:
+            number = inside.get(id(tensor), self.number(tensor))
+            value = self.found.values[number]
+            dims = list(value.dims)
+            if self.heads.get(path) == tensor.shape[-1]:
+                dims[-1] = fresh(tensor.shape[-1], "gathered logits")
+            new = self.add(tensor, Value(dims, value.needs_grad))
+            name = "only" if len(outs) == 1 else ""
+            self.found.nodes.append(Node("exit", name, [number], [new], here))
+        return out
+
+    def _enter(self, here: ModuleCall, args: Any, kwargs: Any) -> dict[int, tuple[int, int]]:
+        """Tensors get new numbers within a module: id -> number outside, and inside."""
+        entered: dict[int, tuple[int, int]] = {}
+        for name, argument in _named(here.module, args, kwargs):
+            for tensor in tensors_in(argument):
+                if id(tensor) in entered:
+                    continue
+                old = self.number(tensor)
+                value = self.found.values[old]
+                new = self.add(tensor, Value(value.dims, value.needs_grad))
+                entered[id(tensor)] = (old, new)
+                shown = name if tensor is argument else ""
+                self.found.nodes.append(Node("entry", shown, [old], [new], here))
+        return entered
+
+
+#: Makers of new tensors of the size of a parameter.
+_MAKERS = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"}
+_MAKERS |= {"new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"}
+
+
+def _named(module: nn.Module, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
+    """Arguments of a module by name, further keyword arguments too."""
+    signature = inspect.signature(module.forward)
+    try:
+        bound = signature.bind(*args, **kwargs).arguments
+    except TypeError:
+        return [*((str(number), each) for number, each in enumerate(args)), *kwargs.items()]
+    starred = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+    further = bound.pop(starred[0], {}) if starred else {}
+    return [*bound.items(), *further.items()]
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+_SHAPED = {"view", "reshape", "expand", "new_zeros", "new_ones", "new_empty", "new_full"}
+_MADE = {"zeros", "ones", "empty", "full"}
+
+
+class _Sizes(TorchFunctionMode):
+    """Notes counted numbers that functions get as sizes, and gives them plain ones."""
+
+    def __init__(self, mode: _Mode) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run it."""
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        leaves += [each for s in leaves if isinstance(s, slice) for each in (s.start, s.stop)]
+        if not any(isinstance(leaf, Counted) for leaf in leaves):
+            return func(*args, **kwargs)
+        before = self.mode.dims(args[0]) if args and isinstance(args[0], Tensor) else []
+        plain_args, plain_kwargs = tree_map(_plain, (args, kwargs))
+        out = func(*plain_args, **plain_kwargs)
+        name = getattr(func, "__name__", str(func))
+        for number, term in self._sizes(name, args, kwargs, out, before):
+            if isinstance(number, Counted) and number > 0 and size_of(term) == number:
+                path = self.mode.running[-1].path
+                use = SizeUse(number.formula, tuple(term), name, path)
+                self.mode.found.uses.append(use)
+        return out
+
+    def _sizes(
+        self, name: str, args: Any, kwargs: Any, out: Any, before: Dims
+    ) -> Iterator[tuple[Any, Any]]:
+        """Numbers and the dimensions that have their sizes."""
+        dims = self.mode.dims
+        if name in _SHAPED or name in _MADE:
+            rest = args if name in _MADE else args[1:]
+            given = kwargs.get("size", kwargs.get("shape", rest))
+            if given and isinstance(given[0], (tuple, list)):
+                given = given[0]
+            yield from zip(given, dims(out), strict=False)
+        elif name == "unflatten":
+            at = _argument(args, kwargs, 1, "dim") % len(before)
+            yield from zip(_argument(args, kwargs, 2, "sizes"), dims(out)[at:], strict=False)
+        elif name in ("split", "split_with_sizes"):
+            default = kwargs.get("split_sizes", kwargs.get("split_size_or_sections"))
+            given = args[1] if len(args) > 1 else kwargs.get("split_size", default)
+            at = _argument(args, kwargs, 2, "dim", 0)
+            given = given if isinstance(given, (tuple, list)) else [given] * len(out)
+            yield from ((number, dims(each)[at]) for number, each in zip(given, out, strict=True))
+        elif name == "repeat_interleave":
+            at = _argument(args, kwargs, 2, "dim", 0)
+            new = factors(dims(out)[at])[len(factors(before[at])) :]
+            yield _argument(args, kwargs, 1, "repeats"), new
+        elif name == "repeat":
+            given = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
+            for number, term in zip(given, dims(out), strict=True):
+                yield number, factors(term)[:1]
+        elif name == "__getitem__":
+            yield from _edges(args[1], before)
+        elif name.startswith("conv"):
+            groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
+            (out_term, *_) = dims(args[1] if len(args) > 1 else kwargs["weight"])
+            parts = carve(out_term, [groups, size_of(out_term) // groups])
+            yield groups, parts[0] if parts else ()
+
+
+def _edges(index: Any, before: Dims) -> Iterator[tuple[Any, Any]]:
+    """Where slices begin and end."""
+    items = index if isinstance(index, tuple) else (index,)
+    at = 0
+    for number, item in enumerate(items):
+        if item is Ellipsis:
+            at = len(before) - sum(each is not None for each in items[number + 1 :])
+            continue
+        if isinstance(item, slice) and item.step in (None, 1):
+            start, stop, total = item.start or 0, item.stop, size_of(before[at])
+            for edge in (start, stop):
+                if isinstance(edge, Counted) and 0 < edge < total:
+                    yield edge, (cut(before[at], [int(edge), total - int(edge)]) or [()])[0]
+            if isinstance(start, Counted) and isinstance(stop, Counted) and start < stop < total:
+                sizes = [int(start), int(stop - start), total - int(stop)]
+                yield stop - start, (cut(before[at], sizes) or [(), ()])[1]
+        at += item is not None
+
+
+def _argument(args: Any, kwargs: Any, number: int, name: str, default: Any = None) -> Any:
+    return args[number] if len(args) > number else kwargs.get(name, default)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, slice):
+        return slice(_plain(value.start), _plain(value.stop), _plain(value.step))
+    return int(value) if isinstance(value, Counted) else value

@@ -1,0 +1,216 @@
+"""A derivation as a recipe: tables of paths and words."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from slapo.derive.axes import Term, axes_in, is_sharded, size_of
+from slapo.derive.collectives import ROW_LAYERS
+from slapo.derive.derivation import Derivation
+from slapo.derive.sizes import formula_of
+from slapo.errors import SlapoError
+from slapo.model_schedule.auto import lists_of_layers
+from slapo.model_schedule.recipe import Recipe, Stack
+from slapo.model_schedule.splits import value_of
+
+
+def recipe_of_derivation(derivation: Derivation, base: str) -> Recipe:
+    """A derivation as a recipe, with paths from the base model.
+
+    Raises
+    ------
+    SlapoError
+        If something is sharded outside of the base model.
+    """
+    model = derivation.found.model
+    words = _Words(derivation).by_path()
+    within = f"{base}." if base else ""
+    outside = [p for p in (*words, *derivation.tables) if not f"{p}.".startswith(within)]
+    if outside:
+        raise SlapoError(
+            f"draft: {type(model).__name__} shards {outside}, outside of its base model {base!r}, "
+            "from which recipes have their paths; schedule these with primitives"
+        )
+    every = [f"{path}.".removeprefix(within)[:-1] for path, _ in model.named_modules()]
+    stacks = tuple(
+        Stack(path, (), last=_last(derivation, within, path))
+        for path in lists_of_layers(model.get_submodule(base))
+    )
+    refuses = {}
+    if not stacks or not all(stack.last for stack in stacks):
+        refuses["sequence_parallel"] = "the draft has found no norm behind the last layer"
+    around = [p for p in words if any(_is_around(p, within + stack.layers) for stack in stacks)]
+    if around:
+        refuses["pipeline_cuts"] = f"gradients are summed around all layers, at {around}"
+    return Recipe(
+        stacks=stacks,
+        embeddings=" ".join(path.removeprefix(within) for path in derivation.tables),
+        heads=" ".join(derivation.heads),
+        counts="",
+        refuses=refuses,
+        splits=_globbed({f"{p}.".removeprefix(within)[:-1]: w for p, w in words.items()}, every),
+    )
+
+
+def _is_around(path: str, inner: str) -> bool:
+    return not path or f"{inner}.".startswith(f"{path}.")
+
+
+def _last(derivation: Derivation, within: str, path: str) -> str:
+    """Path of the module that takes the output of the last layer: a norm."""
+    count = len(derivation.found.model.get_submodule(within + path))  # type: ignore[arg-type]
+    final, outputs = f"{within}{path}.{count - 1}", set[int]()
+    for node in derivation.found.nodes:
+        goes_on = bool(outputs) and outputs.issuperset(node.inputs)
+        if node.kind == "exit" and (goes_on or node.call.path == final):
+            outputs |= set(node.outputs)
+        elif node.kind == "entry" and goes_on and node.call.module._parameters:
+            norm = node.call.path
+            return norm.removeprefix(within) if norm.startswith(within) else ""
+    return ""
+
+
+def _globbed(words: Mapping[str, str], every: list[str]) -> dict[str, str]:
+    """Entries of layers that are alike as one, if all modules that it names are meant."""
+    alike: defaultdict[str, list[str]] = defaultdict(list)
+    for path in every:
+        alike[numberless(path)].append(path)
+    found: dict[str, str] = {}
+    for path, said in words.items():
+        pattern = numberless(path)
+        is_same = {words.get(each) for each in alike[pattern]} == {said}
+        found[pattern if is_same else path] = said
+    return found
+
+
+def numberless(path: str) -> str:
+    """A path with ``*`` for numbers."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+
+
+class _Words:
+    """The words of each module."""
+
+    def __init__(self, derivation: Derivation) -> None:
+        self.derivation, self.model = derivation, derivation.found.model
+        self.sums = dict(derivation.collectives.sums)
+        self.said: defaultdict[str, list[str]] = defaultdict(list)
+
+    def by_path(self) -> dict[str, str]:
+        """Path of a module -> words, in the order of the modules."""
+        self._shards()
+        for path in self.sums:
+            self.said[path].append("sum")
+        self._gradients()
+        self._numbers()
+        self._dropouts()
+        order = [path for path, _ in self.model.named_modules()]
+        return {path: ", ".join(self.said[path]) for path in order if path in self.said}
+
+    def _shards(self) -> None:
+        """Layers by columns or by rows, and single tensors."""
+        shards: defaultdict[str, dict[str, tuple[int, list[Term]]]] = defaultdict(dict)
+        for name, axis, blocks in self.derivation.sharded():
+            owner, _, leaf = name.rpartition(".")
+            shards[owner][leaf] = axis, blocks
+        for owner, tensors in shards.items():
+            module = self.model.get_submodule(owner)
+            out = 1 if type(module).__name__ == "Conv1D" else 0
+            blocks_of = {leaf: self._blocks(owner, each) for leaf, (_, each) in tensors.items()}
+            axes = {leaf: axis for leaf, (axis, _) in tensors.items()}
+            own = {name: out if t.dim() > 1 else 0 for name, t in _tensors(module) if t.dim()}
+            is_row = axes == {"weight": 1 - out} and type(module).__name__ in ROW_LAYERS
+            if axes == own and len(set(blocks_of.values())) == 1:
+                shown = next(iter(blocks_of.values()))
+                self.said[owner].append(f"columns({shown})" if shown else "columns")
+            elif is_row and owner in self.sums and not blocks_of["weight"]:
+                self.said[owner].append("rows")
+                del self.sums[owner]
+            else:
+                for leaf, axis in axes.items():
+                    more = f", {blocks_of[leaf]}" if blocks_of[leaf] else ""
+                    self.said[owner].append(f"shard({leaf}, {axis}{more})")
+
+    def _gradients(self) -> None:
+        """Sums of gradients, at modules and of whole parameters."""
+        placed, arguments = self.derivation.collectives, defaultdict[str, list[str]](list)
+        for path, name in placed.gradients:
+            if name:
+                arguments[path].append(name)
+            else:
+                self.said[path].append("sum_output_grad")
+        self._say("sum_grad", {path: sorted(names) for path, names in arguments.items()})
+        partial: defaultdict[str, list[str]] = defaultdict(list)
+        seen: set[int] = set()
+        for name, number in self.derivation.found.parameters.items():
+            is_new = number in placed.partial and number not in seen
+            if is_new and not self.derivation.is_of_vocabulary(name):
+                seen.add(number)
+                partial[name.rpartition(".")[0]].append(name.rpartition(".")[2])
+        self._say("partial", partial)
+
+    def _numbers(self) -> None:
+        """Attributes of modules and of their configs."""
+        divided: defaultdict[str, list[str]] = defaultdict(list)
+        for path, name in self.derivation.divided:
+            owner, _, leaf = path.rpartition(".")
+            if leaf == "config":
+                divided[owner].append(f"config.{name}")
+            else:
+                divided[path].append(name)
+        self._say("divide", divided)
+
+    def _dropouts(self) -> None:
+        """Dropouts of what is sharded."""
+        chosen, found = self.derivation.chosen, self.derivation.found
+        for node in found.nodes:
+            module, path = node.call.module, node.call.path
+            if node.kind == "exit" and isinstance(module, nn.Dropout) and module.p > 0:
+                dims = found.values[node.outputs[0]].dims
+                if any(is_sharded(t, chosen) for t in dims) and "fork_rng" not in self.said[path]:
+                    self.said[path].append("fork_rng")
+
+    def _say(self, word: str, arguments: Mapping[str, list[str]]) -> None:
+        for path, names in arguments.items():
+            self.said[path].append(f"{word}({', '.join(names)})")
+
+    # --- blocks ---------------------------------------------------------------------------------
+    def _blocks(self, owner: str, blocks: list[Term]) -> str:
+        """Nothing for one block, a number of equal ones, or sizes as formulas of attributes."""
+        sizes = [size_of(block) for block in blocks]
+        if len(set(sizes)) == 1:
+            return str(len(sizes)) if len(sizes) > 1 else ""
+        paths = [owner]
+        while paths[-1]:
+            paths.append(paths[-1].rpartition(".")[0])
+        around = [self.model.get_submodule(path) for path in paths]
+        # Keys and values of a head have the same sharded axis and the same size.
+        alike = [(size_of(block), *self._sharded_axes(block)) for block in blocks]
+        formulas: dict[Any, str] = {}
+        for key, block, size in zip(alike, blocks, sizes, strict=True):
+            formula = formula_of(block, self.derivation.found.uses)
+            if formula is not None and _gives(str(formula), size, around):
+                formulas.setdefault(key, str(formula))
+        return ", ".join(formulas.get(key, str(n)) for key, n in zip(alike, sizes, strict=True))
+
+    def _sharded_axes(self, block: Term) -> Iterator[str]:
+        return (axis.name for axis in axes_in(block) if axis in self.derivation.chosen)
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    tables = (module._parameters, module._buffers)
+    return [(n, t) for table in tables for n, t in table.items() if t is not None]
+
+
+def _gives(formula: str, size: int, around: list[nn.Module]) -> bool:
+    """Return whether a formula is read as it was meant, from the layer outward."""
+    try:
+        return value_of(ast.parse(formula, mode="eval").body, around) == size
+    except ValueError:
+        return False

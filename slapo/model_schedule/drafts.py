@@ -1,0 +1,371 @@
+"""``slapo.draft``: a recipe derived from a model itself, proved, and written as text."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+import textwrap
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from slapo.agreement import gathered
+from slapo.derive.derivation import Derivation, derive
+from slapo.errors import PlacementError, SlapoError
+from slapo.history import describe
+from slapo.logger import only_from
+from slapo.model_schedule.apply import apply_recipe, base_path
+from slapo.model_schedule.auto import prove
+from slapo.model_schedule.draft_table import numberless, recipe_of_derivation
+from slapo.model_schedule.options import Options
+from slapo.model_schedule.recipe import Recipe
+from slapo.model_schedule.registry import recipe_keys
+from slapo.node import history_of
+from slapo.schedule import Schedule, create_schedule
+from slapo.sharding.groups import group_size
+from slapo.utils.calls import as_call, refuse_batch
+from slapo.utils.raised import running_in
+from slapo.verify.placement.fake_parameters import REAL_BYTES
+from slapo.verify.placement.offline import check_at
+
+#: So often a draft is derived anew, without the axes that the check refused.
+_TRIES = 8
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A recipe that was derived from a model.
+
+    Attributes
+    ----------
+    recipe
+        For :func:`slapo.register_recipe`; ``str(draft)`` is the program that registers it.
+    model
+        Name of the model's class.
+    key
+        The key under which the program registers the recipe.
+    ranks
+        Number of ranks that it was derived for.
+    share
+        Share of the bytes of all parameters that are sharded.
+    collectives
+        How many collectives a forward and a backward pass have.
+    left_whole
+        Matrix that every rank holds whole -> for each of its axes, why.
+    given_up
+        Axes that were tried first, and why they stay whole.
+    verdict
+        The error of :func:`slapo.check`; None if it passed, or was not asked.
+    """
+
+    recipe: Recipe
+    model: str
+    key: str
+    ranks: int
+    share: float
+    collectives: int
+    left_whole: Mapping[str, list[str]]
+    given_up: list[str] = field(default_factory=list)
+    verdict: PlacementError | None = None
+
+    def apply(self, sch: Schedule) -> Schedule:
+        """Apply the recipe to the root schedule of a model of this kind, and return it."""
+        _apply(self.recipe, sch)
+        return sch
+
+    def __str__(self) -> str:
+        return _program(self)
+
+    def summary(self) -> str:
+        """What is sharded and what is not, in a few lines."""
+        lines = [
+            f"{self.model} on {self.ranks} ranks: {self.share:.0%} of the parameters' bytes are "
+            f"sharded, with {self.collectives} collectives in a forward and a backward pass"
+        ]
+        alike: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+        for name, whys in self.left_whole.items():
+            alike[(numberless(name), *whys)].append(name)
+        for (name, *whys), names in alike.items():
+            said = "; ".join(f"axis {axis}: {why}" for axis, why in enumerate(whys))
+            lines.append(f"left whole: {name if len(names) > 1 else names[0]}: {said}")
+        lines += [f"given up: {why}" for why in self.given_up]
+        if self.verdict is not None:
+            lines.append(str(self.verdict))
+        return "\n".join(lines)
+
+
+def draft(
+    model: nn.Module,
+    inputs: Any,
+    ranks: int = 2,
+    *,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    check: bool = True,
+) -> Draft:
+    """Derive a tensor-parallel recipe for a model, without a table of its family.
+
+    The model runs forward once, in this process and without its weights, and every operation says
+    which dimensions of parameters are the same axis: heads, features of an MLP. Axes that nothing
+    needs whole are sharded; sums go where they are missing. Then :func:`slapo.check` proves the
+    result for `ranks` and for two ranks. Axes that it refuses stay whole.
+
+    Parameters
+    ----------
+    model
+        A model that is not scheduled; parameters may be on meta.
+    inputs
+        Example inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments.
+    ranks
+        Number of slices; axes that it does not divide stay whole.
+    loss_fn
+        Output -> scalar, as for :func:`slapo.check`.
+    check
+        False leaves out the proof.
+
+    Returns
+    -------
+    Draft
+        Its text is a program that registers the recipe: to read, to keep and to edit.
+
+    Raises
+    ------
+    ValueError
+        For less than two ranks.
+    SlapoError
+        If the model is scheduled or wrapped already, or does not run on the inputs.
+
+    Examples
+    --------
+    >>> import slapo, torch
+    >>> class Block(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+    ...     def forward(self, x):
+    ...         return x + self.down(torch.relu(self.up(x)))
+    >>> drafted = slapo.draft(nn.Sequential(Block(), Block()), torch.ones(3, 8), ranks=4)
+    >>> for path, words in drafted.recipe.splits.items():
+    ...     print(path, words)
+    *.up columns, sum_grad(input)
+    *.down rows
+    """
+    return draft_offline(model, inputs, ranks, loss_fn, check)
+
+
+def draft_offline(
+    model: nn.Module,
+    inputs: Any,
+    ranks: int,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    check: bool = True,
+    shortened: Callable[[nn.Module], nn.Module] | None = None,
+) -> Draft:
+    """As :func:`draft`; `shortened` may take out layers that are like others, for the proof."""
+    if not isinstance(model, nn.Module) or isinstance(ranks, bool) or not isinstance(ranks, int):
+        raise TypeError(
+            f"draft takes a model and a number of ranks, got {describe(model)} and "
+            f"{describe(ranks)}"
+        )
+    if ranks < 2:
+        raise ValueError(f"{ranks} ranks share nothing out; draft for 2 or more")
+
+    def prove_alone(recipe: Recipe) -> None:
+        names_layers = any(part.isdigit() for path in recipe.splits for part in path.split("."))
+
+        def make() -> Any:
+            copied = blank_copy(model)
+            if shortened is not None and not names_layers:
+                copied = shortened(copied)
+            return copied, lambda sch: _apply(recipe, sch), inputs
+
+        for _ in check_at(make, ranks, loss_fn=loss_fn):
+            pass
+
+    return _draft(model, inputs, ranks, prove_alone if check else None)
+
+
+def draft_in_group(model: nn.Module, inputs: Any, group: Any) -> Draft:
+    """A draft for the ranks of a group, which all derive the same and check it together.
+
+    Raises
+    ------
+    PlacementError
+        If the check refuses the last one too.
+    """
+
+    def prove_here(recipe: Recipe) -> None:
+        sch = create_schedule(blank_copy(model), group=group)
+        _apply(recipe, sch)
+        prove(sch, inputs, lambda other: _apply(recipe, other), "the draft of {}")
+
+    def agree(names: list[str]) -> list[str]:
+        """Ranks may have found other modules than each other."""
+        return sorted({name for each in gathered(names, group) for name in each})
+
+    drafted = _draft(model, inputs, group_size(group), prove_here, agree)
+    if drafted.verdict is not None:
+        raise drafted.verdict
+    return drafted
+
+
+def _refuse_unfit(model: nn.Module) -> None:
+    """Refuse a model that something was done to already."""
+    wrappers = (torch._dynamo.OptimizedModule, DistributedDataParallel, nn.DataParallel)
+    kinds = {type(module).__module__.partition(".")[0] for module in model.modules()}
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    found = {
+        "scheduled": bool(history_of(model)),
+        "wrapped or compiled": isinstance(model, wrappers),
+        "quantized": not all(dtype.is_floating_point for dtype in dtypes),
+        "given adapters": "peft" in kinds,
+    }
+    done = [what for what, is_so in found.items() if is_so]
+    if done:
+        raise SlapoError(
+            f"draft: {type(model).__name__} is {' and '.join(done)} already; draft for the model "
+            "as its class makes it, and schedule it before the rest"
+        )
+
+
+def _derive(model: nn.Module, inputs: Any, ranks: int, banned: set[str]) -> Derivation:
+    """A derivation; an error of the model names the module."""
+    args, kwargs = as_call(inputs)
+    refuse_batch(model, args)
+    try:
+        return derive(model, args, kwargs, ranks, banned)
+    except Exception as error:
+        where = running_in(error, model)
+        place = f"{where!r} ({type(model.get_submodule(where)).__name__})" if where else "the model"
+        advice = "pass inputs that it takes"
+        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+            advice = (
+                f"it asks for values, and weights of more than {REAL_BYTES >> 20} MiB are replaced "
+                "by fake tensors, which have none: draft for a smaller model of the same class"
+            )
+        raise SlapoError(
+            f"draft: {place} fails with {type(error).__name__}: {error}; {advice}"
+        ) from error
+
+
+def _draft(
+    model: nn.Module,
+    inputs: Any,
+    ranks: int,
+    prove_recipe: Callable[[Recipe], None] | None,
+    agree: Callable[[list[str]], list[str]] = list,
+) -> Draft:
+    """Derive, and prove, until nothing is refused or nothing is left to give up."""
+    _refuse_unfit(model)
+    base = base_path(model, "")
+    banned: set[str] = set()
+    given_up: list[str] = []
+    verdict: PlacementError | None = None
+    for _ in range(_TRIES):
+        derivation = _derive(model, inputs, ranks, banned)
+        recipe = recipe_of_derivation(derivation, base)
+        verdict = None
+        try:
+            if prove_recipe is not None:
+                with only_from(logging.WARNING):
+                    prove_recipe(recipe)
+            break
+        except PlacementError as error:
+            verdict = error
+            more = agree(_axes_at(derivation, error.path))
+            if not more or banned.issuperset(more):
+                break
+            given_up.append(str(error).partition("; ")[0])
+            banned |= set(more)
+    return Draft(
+        recipe,
+        type(model).__name__,
+        _key(model),
+        ranks,
+        derivation.share(),
+        _count(derivation),
+        derivation.left_whole(),
+        given_up + derivation.given_up,
+        verdict,
+    )
+
+
+def _axes_at(derivation: Derivation, path: str) -> list[str]:
+    """The sharded axes of a module, or of the nearest around it that has some."""
+    while True:
+        found = derivation.axes_below(path)
+        if found or not path:
+            return found
+        path = path.rpartition(".")[0]
+
+
+def _apply(recipe: Recipe, sch: Schedule) -> None:
+    model: Any = sch.mod
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    options = Options(kernels=False, check=False)
+    apply_recipe(sch, recipe, options, text, base_path(model, ""))
+
+
+def blank_copy(model: nn.Module) -> nn.Module:
+    """A copy, without weights if these are large."""
+    tensors = [*model.parameters(), *model.buffers()]
+    memo: dict[int, Any] = {}
+    if sum(tensor.numel() * tensor.element_size() for tensor in tensors) > REAL_BYTES:
+        for tensor in tensors:
+            empty = tensor.detach().to("meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    return copy.deepcopy(model, memo)
+
+
+def _count(derivation: Derivation) -> int:
+    """Collectives of a pass, those of embeddings and heads too."""
+    placed = derivation.collectives
+    return (
+        len(placed.sums)
+        + len(placed.gradients)
+        + len(derivation.tables)
+        + 2 * len(derivation.heads)
+    )
+
+
+# --- the program --------------------------------------------------------------------------------
+def _key(model: Any) -> str:
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    key = str(kind or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(model).__name__).lower())
+    return key if key not in recipe_keys() else f"drafted_{key}"
+
+
+def _program(drafted: Draft) -> str:
+    recipe = drafted.recipe
+    lines = ["stacks=("]
+    for stack in recipe.stacks:
+        last = f', last="{stack.last}"' if stack.last else ""
+        lines.append(f'    Stack("{stack.layers}", (){last}),')
+    lines += [
+        "),",
+        f'embeddings="{recipe.embeddings}",',
+        f'heads="{recipe.heads}",',
+        'counts="",',
+    ]
+    if recipe.refuses:
+        lines += ["refuses={", *(f'    "{n}": "{why}",' for n, why in recipe.refuses.items()), "},"]
+    lines += ["splits={", *(f'    "{path}": "{w}",' for path, w in recipe.splits.items()), "},"]
+    name = re.sub(r"\W", "_", drafted.key)
+    return (
+        "from slapo.model_schedule import Recipe, Stack, register_recipe\n\n\n"
+        f'@register_recipe("{drafted.key}")\n'
+        f"def {name}(config):\n"
+        f'    """{drafted.model}, drafted for {drafted.ranks} ranks."""\n'
+        "    return Recipe(\n" + textwrap.indent("\n".join(lines), " " * 8) + "\n    )\n"
+    )

@@ -1,0 +1,250 @@
+"""Tensor parallelism by a table of modules: path -> words, each of which is a primitive or two.
+
+========================  =====================================================================
+``columns``               Shard all tensors of a layer by output features. ``columns(3)``: three
+                          equal blocks, as packed queries, keys and values; ``columns(a, b)``:
+                          blocks of these sizes.
+``rows``                  Shard the weight of a layer by input features, and sum its output.
+``shard(name, axis)``     Shard one tensor; further arguments are blocks as for ``columns``.
+``sum``                   Sum the output over the ranks.
+``sum_grad(a, b)``        Sum the gradients of these arguments of the module.
+``sum_output_grad``       Sum the gradient of the output.
+``partial(weight)``       A whole parameter whose gradient is summed at each step.
+``divide(num_heads)``     Attributes of which each rank has its share; ``config.num_heads`` is one
+                          of the module's config, of which it gets a copy.
+``fork_rng``              Draw random numbers of this rank's own.
+========================  =====================================================================
+
+Sizes of blocks are numbers, or formulas of attributes: ``num_heads*head_dim``. Each name is that of
+the nearest module, from the layer outward, which has such an attribute.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from slapo.history import contains
+from slapo.model_schedule.recipe import TOKENS, Stack
+from slapo.model_schedule.tensor_parallel import deal_out, split_column, split_row, sum_gradients
+from slapo.schedule import Schedule
+from slapo.sharding.state import shards_of
+
+#: A word, and its arguments as expressions.
+Word = tuple[str, list[ast.expr]]
+
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
+_KNOWN = {"columns", "rows", "shard", "sum", "sum_grad", "sum_output_grad"}
+_KNOWN |= {"partial", "divide", "fork_rng"}
+
+
+def words_of(text: str) -> list[Word]:
+    """The words of an entry.
+
+    Raises
+    ------
+    ValueError
+        For a word that there is not, or text that is none.
+
+    Examples
+    --------
+    >>> [name for name, _ in words_of("columns(num_heads*head_dim, 8), sum")]
+    ['columns', 'sum']
+    """
+    try:
+        found = ast.parse(f"[{text}]", mode="eval").body.elts  # type: ignore[attr-defined]
+    except SyntaxError as error:
+        raise ValueError(f"{text!r} is not a list of words: {error.msg}") from None
+    words: list[Word] = []
+    for each in found:
+        name = each.func if isinstance(each, ast.Call) else each
+        if not isinstance(name, ast.Name) or name.id not in _KNOWN:
+            raise ValueError(f"{ast.unparse(each)!r} in {text!r} is none of {sorted(_KNOWN)}")
+        words.append((name.id, each.args if isinstance(each, ast.Call) else []))
+    return words
+
+
+def split(
+    base: Schedule,
+    splits: Mapping[str, str],
+    stacks: Mapping[Stack, list[Schedule]],
+    tokens: bool,
+) -> None:
+    """Shard and sync the modules that a table names.
+
+    Parameters
+    ----------
+    base
+        The schedule of the base model.
+    splits
+        Path -> words; ``*`` stands for any one part of a path.
+    stacks
+        The layers of each stack.
+    tokens
+        Whether tokens are sharded too between the modules that the table names.
+
+    Raises
+    ------
+    ValueError
+        If no module has a path, or a word is unknown.
+    """
+    found: list[tuple[Schedule, list[Word]]] = []
+    for path, text in splits.items():
+        found += [(node, words_of(text)) for node in (base.select(path) if path else [base])]
+    run = _Split(base, stacks, found if tokens else None)
+    # Sizes of blocks are those of the whole model: numbers are divided at the end.
+    for later in (False, True):
+        for node, words in found:
+            for name, arguments in words:
+                if (name == "divide") == later:
+                    run.apply(node, name, arguments)
+    if tokens:
+        run.spread_tokens()
+
+
+class _Split:
+    """One table, carried out; `found` are its words if tokens are sharded too."""
+
+    def __init__(
+        self,
+        base: Schedule,
+        stacks: Mapping[Stack, list[Schedule]],
+        found: list[tuple[Schedule, list[Word]]] | None,
+    ) -> None:
+        self.base, self.stacks = base, stacks
+        layers = [layer for each in stacks.values() for layer in each] if found else []
+        #: blocks of layers that have all tokens on every rank, and those that gather them
+        self.wholes = [
+            child
+            for layer in layers
+            for child in layer.child.values()
+            if child.child and found and _needs_wholes(child, found)
+        ]
+        self.gathered = [f"{block.path}." for block in self.wholes]
+        self._layers = tuple(f"{layer.path}." for layer in layers)
+        self._wholes = tuple(self.gathered)
+
+    def _has_tokens(self, node: Schedule) -> bool:
+        """Return whether tokens are sharded around a module."""
+        path = f"{node.path}."
+        is_inside = bool(self._layers) and path.startswith(self._layers)
+        return is_inside and not (self._wholes and path.startswith(self._wholes))
+
+    def apply(self, node: Schedule, name: str, arguments: list[ast.expr]) -> None:
+        """Carry out a word; tokens that are sharded there are gathered first, and scattered."""
+        names = [ast.unparse(each) for each in arguments]
+        has_tokens = self._has_tokens(node)
+        if name == "columns":
+            split_column(node, _blocks(node, arguments))
+        elif name == "shard":
+            blocks = _blocks(node, arguments[2:])
+            node.shard(names[0], axis=ast.literal_eval(arguments[1]), blocks=blocks)
+        elif name in ("rows", "sum"):
+            if name == "rows":
+                split_row(node)
+            if has_tokens:
+                node.sync("fwd_post", "reduce_scatter", axis=TOKENS)
+            else:
+                node.sync("fwd_post", "all_reduce")
+        elif name == "sum_grad":
+            takes = inspect.signature(node.mod.forward).parameters
+            if len(takes) == 1 and not set(names) <= takes.keys():
+                names = []  # a kernel has taken the module's place, and its input has another name
+            if has_tokens:
+                node.sync("fwd_pre", "all_gather", axis=TOKENS, argument=names or None)
+                self.gathered.append(f"{node.path}.")
+            else:
+                node.sync("bwd_post", "all_reduce", argument=names or None)
+        elif name == "sum_output_grad":
+            kind = "all_gather" if has_tokens else "all_reduce_grad"
+            node.sync("fwd_post", kind, **({"axis": TOKENS} if has_tokens else {}))
+        elif name == "partial":
+            for parameter in names:
+                node.annotate(parameter, "partial_grad", True)
+        elif name == "fork_rng":
+            node.fork_rng()
+        else:
+            _divide(node, names)
+
+    def spread_tokens(self) -> None:
+        """Tokens are sharded from the first layer to the last: as a recipe's regions do it."""
+        gathered = tuple(self.gathered)
+        for block in self.wholes:
+            block.sync("fwd_pre", "all_gather", axis=TOKENS, tensor_parallel_output_grad=False)
+            block.sync("fwd_post", "scatter", axis=TOKENS)
+        for stack, layers in self.stacks.items():
+            for layer in layers:
+                for name, module in layer.mod.named_modules():
+                    path = f"{layer.path}.{name}" if name else layer.path
+                    inside = f"{path}.".startswith(gathered) or shards_of(module)
+                    if module._parameters and not inside:
+                        sum_gradients(layer[name] if name else layer)
+                layer.fork_rng()  # dropout acts on other tokens on each rank
+            deal_out(self.base, stack, layers)
+
+
+def _needs_wholes(block: Schedule, found: list[tuple[Schedule, list[Word]]]) -> bool:
+    """Return whether a block takes tokens at several places, as experts and their router do."""
+    inside = [words for node, words in found if contains(block.path, node.path)]
+    entries = [arguments for words in inside for name, arguments in words if name == "sum_grad"]
+    sends = any(name == "sum_output_grad" for words in inside for name, _ in words)
+    return sends or len(entries) > 1 or any(len(arguments) > 1 for arguments in entries)
+
+
+def _blocks(node: Schedule, arguments: list[ast.expr]) -> Any:
+    """Equal blocks by their number, others by their sizes."""
+    sizes = [number_of(node, each) for each in arguments]
+    return sizes if len(sizes) > 1 else (sizes or [1])[0]
+
+
+def _divide(node: Schedule, names: list[str]) -> None:
+    own = [name for name in names if not name.startswith("config.")]
+    for name in own:
+        node.set(name, whole=getattr(node.mod, name))
+    of_config = [name.removeprefix("config.") for name in names if name not in own]
+    if of_config:
+        config = copy.copy(node.mod.config)
+        for name in of_config:
+            setattr(config, name, getattr(config, name) // node.world_size)
+        node.set("config", config)
+
+
+def number_of(node: Schedule, formula: ast.expr) -> int:
+    """The value of a formula for a layer."""
+    around: list[Any] = []
+    parent: Any = node
+    while parent is not None:
+        around.append(parent.mod)
+        parent = parent.parent
+    return value_of(formula, around)
+
+
+def value_of(formula: ast.expr, around: list[nn.Module]) -> int:
+    """The value of a formula, whose names are attributes of the nearest module that has them."""
+    if isinstance(formula, ast.BinOp) and type(formula.op) in _OPERATORS:
+        left, right = (value_of(each, around) for each in (formula.left, formula.right))
+        return _OPERATORS[type(formula.op)](left, right)
+    if isinstance(formula, ast.Constant):
+        return int(formula.value)  # type: ignore[arg-type]
+    path = ast.unparse(formula).split(".")
+    for module in around:
+        value: Any = module
+        for name in path:
+            value = getattr(value, name, None)
+        if isinstance(value, int):
+            return value
+    raise ValueError(
+        f"{ast.unparse(formula)!r} is an attribute of no module from {type(around[0]).__name__} "
+        "outward; correct the table"
+    )

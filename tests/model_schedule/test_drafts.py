@@ -1,0 +1,433 @@
+"""``slapo.draft``: equal to one process, on models that no table is written for."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import slapo
+from slapo.command import main
+from slapo.model_schedule import apply_schedule, recipe_of, unregister
+from slapo.model_schedule.drafts import Draft, draft_in_group
+from slapo.model_schedule.splits import words_of
+from slapo.verify.numeric.harness import gathered_gradients
+from slapo.verify.placement.offline import fake_world
+from tests.distributed import run_distributed
+from tests.model_schedule.draft_models import (
+    OWN,
+    STRANGERS,
+    Alibi,
+    Dropping,
+    Gated,
+    Own,
+    Packed,
+    WholeNorm,
+    ids,
+    literal,
+    own,
+)
+from tests.model_schedule.models import MODELS, Model
+from tests.model_schedule.random_models import random_model
+
+#: Unequal blocks, parallel blocks, parameters of a module's own, latent attention, two stacks.
+FAST = ["phi3", "cohere2", "mamba2", "deepseekv3", "bart"]
+
+
+def by_verify(model: nn.Module, drafted: Draft, inputs: Any) -> float:
+    """The share, where outputs and every gradient are those of one process."""
+    sch = slapo.create_schedule(model, group=dist.group.WORLD)
+    with slapo.Verify(sch, inputs):
+        drafted.apply(sch)
+    return drafted.share
+
+
+def quiet() -> None:
+    warnings.simplefilter("ignore")
+    slapo.get_logger().setLevel(logging.ERROR)
+
+
+# --- equal to one process ------------------------------------------------------------------------
+def strangers(rank: int, world_size: int, names: list[str]) -> dict[str, float]:
+    quiet()
+    slapo.set_random_seed(7, tp_rank=rank)
+    found = {}
+    for name in names:
+        model = STRANGERS.get(name) or MODELS[name]
+        drafted = draft_in_group(model.build(), model.inputs(3, 13), dist.group.WORLD)
+        found[name] = by_verify(model.build(), drafted, model.inputs(2, 11))
+    return found
+
+
+def test_families_without_a_table() -> None:
+    first, second = run_distributed(strangers, 2, FAST, timeout=280)
+    assert first == second
+    assert min(first.values()) > 0.6, first
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(600)
+def test_all_families_without_a_table() -> None:
+    names = [name for name in STRANGERS if name not in FAST]
+    first, second = run_distributed(strangers, 2, names, timeout=550)
+    assert first == second
+    assert min(first.values()) > 0.6, first
+
+
+def owns(rank: int, world_size: int) -> dict[str, float]:
+    quiet()
+    slapo.set_random_seed(7, tp_rank=rank)
+    found = {}
+    for name, (kinds, _) in OWN.items():
+        drafted = draft_in_group(own(*kinds), ids(), dist.group.WORLD)
+        found[name] = by_verify(own(*kinds), drafted, ids(2, 7, seed=2))
+    return found
+
+
+def test_own_models() -> None:
+    first, second = run_distributed(owns, 2)
+    assert first == second
+    for name, (_, least) in OWN.items():
+        assert first[name] >= least, (name, first)
+
+
+def randoms(rank: int, world_size: int, seeds: list[int]) -> dict[str, float]:
+    quiet()
+    slapo.set_random_seed(7, tp_rank=rank)
+    shares = []
+    refused = 0
+    for seed in seeds:
+        drafted = draft_in_group(random_model(seed), ids(), dist.group.WORLD)
+        shares.append(by_verify(random_model(seed), drafted, ids(2, 7, seed=2)))
+        refused += any("check:" in why for why in drafted.given_up)
+    return {"share": sum(shares) / len(shares), "refused": refused / len(shares)}
+
+
+def check_randoms(seeds: list[int], timeout: float) -> None:
+    for found in run_distributed(randoms, 2, seeds, timeout=timeout):
+        assert found["share"] > 0.75, found
+        assert found["refused"] < 0.1, found
+
+
+def test_random_models() -> None:
+    check_randoms([*range(8)], timeout=280)
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("start", range(8, 488, 120))
+def test_more_random_models(start: int) -> None:
+    check_randoms([*range(start, start + 120)], timeout=1700)
+
+
+def hand_written(rank: int, world_size: int, keys: list[str]) -> dict[str, tuple[float, float]]:
+    """Share of the parameters that are sharded, by a recipe and by a draft."""
+    quiet()
+    found = {}
+    for key in keys:
+        model = MODELS[key]
+        drafted = draft_in_group(model.build(), model.inputs(3, 12), dist.group.WORLD)
+        sch = apply_schedule(model.build(), key, group=dist.group.WORLD)
+        sizes = [(p.numel(), getattr(p, "orig_shape", p.shape)) for p in sch.mod.parameters()]
+        wholes = [torch.Size(shape).numel() for _, shape in sizes]
+        split = sum(w for (n, _), w in zip(sizes, wholes, strict=True) if n != w)
+        found[key] = drafted.share, split / sum(wholes)
+    return found
+
+
+KEYS = [key for key in MODELS if key != "wideresnet"]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [["gpt2", "qwen3"], pytest.param(KEYS, marks=[pytest.mark.wide, pytest.mark.timeout(600)])],
+    ids=["two", "all"],
+)
+def test_as_much_is_sharded_as_by_hand(keys: list[str]) -> None:
+    first, _ = run_distributed(hand_written, 2, keys, timeout=280 if len(keys) < 3 else 580)
+    for key, (drafted, by_hand) in first.items():
+        assert drafted > by_hand - 0.01, (key, first)
+
+
+# --- the program ---------------------------------------------------------------------------------
+def run_program(drafted: Draft) -> Any:
+    """The recipe that the text registers."""
+    exec(str(drafted), {})
+    try:
+        return recipe_of(drafted.key, None)
+    finally:
+        unregister(drafted.key)
+
+
+@pytest.mark.parametrize("name", ["stablelm", "mamba2", "bart", "swin"])
+def test_the_text_makes_the_same_recipe(name: str) -> None:
+    model: Model = STRANGERS[name]
+    drafted = slapo.draft(model.build(), model.inputs(3, 13))
+    assert drafted.verdict is None
+    assert run_program(drafted) == drafted.recipe
+    assert model.build().__class__.__name__ in str(drafted)
+
+
+#: Other sizes of a family: width, heads, and how many layers.
+OTHERS: dict[str, dict[str, Any]] = {
+    "stablelm": {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 3},
+    "phi3": {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4},
+    "mamba2": {"hidden_size": 64, "num_heads": 8, "state_size": 12, "num_hidden_layers": 3},
+    "falcon": {"hidden_size": 64, "num_attention_heads": 8, "num_kv_heads": 4},
+}
+
+
+def of_other_sizes(rank: int, world_size: int) -> None:
+    quiet()
+    for name, changes in OTHERS.items():
+        model = STRANGERS[name]
+        drafted = draft_in_group(model.build(), model.inputs(3, 13), dist.group.WORLD)
+        by_verify(model.build(**changes), drafted, model.inputs(2, 11))
+
+
+def test_a_draft_is_for_other_sizes_too() -> None:
+    run_distributed(of_other_sizes, 2)
+
+
+def test_sizes_are_attributes() -> None:
+    model = STRANGERS["phi3"]
+    drafted = slapo.draft(model.build(), model.inputs(3, 13))
+    said = drafted.recipe.splits["layers.*.self_attn.qkv_proj"]
+    kv = "num_key_value_heads*head_dim"
+    assert said == f"columns(config.num_attention_heads*head_dim, {kv}, {kv})"
+
+
+# --- by key --------------------------------------------------------------------------------------
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"ckpt_ratio": 0.5, "fused_loss": True},
+    {"gather_logits": False},
+    {"sequence_parallel": True},
+]
+
+
+def by_key(rank: int, world_size: int, name: str, key: str, every: list[dict[str, Any]]) -> None:
+    """The loss and every gradient are those of one process."""
+    quiet()
+    slapo.set_random_seed(7, tp_rank=rank)
+    model = STRANGERS[name]
+    plain, inputs = model.build(), model.inputs(2, 12)
+    wanted = plain(**inputs).loss
+    wanted.backward()
+    gradients = {path: p.grad for path, p in plain.named_parameters() if p.grad is not None}
+    for options in every:
+        sch = apply_schedule(model.build(), key, group=dist.group.WORLD, **options)
+        built, _ = slapo.build(sch)
+        loss = built(**inputs).loss
+        loss.backward()
+        torch.testing.assert_close(loss, wanted, atol=1e-5, rtol=1e-5)
+        found = gathered_gradients(built, sch.group)
+        for path, gradient in gradients.items():
+            torch.testing.assert_close(found[path], gradient, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("stablelm", "auto"), pytest.param("gptneox", "draft", marks=pytest.mark.wide)],
+)
+def test_options_of_recipes(name: str, key: str) -> None:
+    run_distributed(by_key, 2, name, key, OPTIONS)
+
+
+#: Experts and their router, latent attention, one norm in front of two blocks, a mixer.
+SPREAD = ["deepseekv3", "qwen3moe", "cohere2", "mamba2", "lfm2", "falcon"]
+
+
+@pytest.mark.parametrize(
+    "name", [SPREAD[0], *(pytest.param(name, marks=pytest.mark.wide) for name in SPREAD[1:])]
+)
+def test_tokens_are_sharded_between_blocks(name: str) -> None:
+    run_distributed(by_key, 2, name, "draft", [{"sequence_parallel": True}])
+
+
+def test_auto_in_one_process_needs_no_draft() -> None:
+    model = STRANGERS["stablelm"]
+    sch = apply_schedule(model.build(), "auto", ckpt_ratio=1.0)
+    assert not any("shard" in str(record) for record in sch.history)
+
+
+def test_what_a_draft_has_not_found_is_refused() -> None:
+    model = STRANGERS["bart"]
+    with fake_world(2), pytest.raises(ValueError, match="found no norm behind the last layer"):
+        apply_schedule(model.build(), "auto", sequence_parallel=True)
+    with fake_world(2), pytest.raises(ValueError, match=r"around all layers, at \['model.decoder'"):
+        apply_schedule(model.build(), "auto", pipeline_cuts=2)
+
+
+# --- what stays whole ----------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("block", "name", "why"),
+    [
+        (Alibi, "blocks.0.q.weight", "values of arange"),
+        (WholeNorm, "blocks.0.up.weight", "native_layer_norm"),
+        (literal, "blocks.0.qkv.weight", ""),
+    ],
+)
+def test_reasons(block: Any, name: str, why: str) -> None:
+    drafted = slapo.draft(own(block, Gated), ids())
+    assert drafted.verdict is None
+    assert name in drafted.left_whole
+    assert why in drafted.left_whole[name][0]
+    assert "blocks.1.both.weight" not in drafted.left_whole
+    if block is literal:  # given up, and said why
+        assert "blocks.0" in " ".join(drafted.given_up)
+    assert f"left whole: {name}" in drafted.summary()
+
+
+def test_sizes_that_are_equal() -> None:
+    """A batch of as many samples as there are heads, tokens as many as features."""
+    drafted = slapo.draft(own(Packed, Gated), ids(4, 32))
+    other = slapo.draft(own(Packed, Gated), ids(3, 11))
+    assert drafted.recipe == other.recipe
+
+
+def test_ranks_that_do_not_divide() -> None:
+    drafted = slapo.draft(own(Packed, Gated), ids(), ranks=3)
+    assert "4 is not divisible by 3" in drafted.left_whole["blocks.0.qkv.weight"][0]
+    assert drafted.recipe.splits["blocks.1"] == "columns, sum_grad(x)"  # of 96 features
+
+
+def test_an_operation_of_ones_own() -> None:
+    class Odd(nn.Module):
+        def __init__(self, hidden: int) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(hidden, 64), nn.Linear(64, hidden)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(torch.ops.slapo_tests.odd(self.up(x)))
+
+    @torch.library.custom_op("slapo_tests::odd", mutates_args=())
+    def odd(x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    odd.register_fake(torch.empty_like)
+    odd.register_autograd(lambda ctx, grad: grad * 3)
+    drafted = slapo.draft(own(Odd), ids())
+    assert "no axis rule for slapo_tests::odd" in drafted.left_whole["blocks.0.up.weight"][0]
+    slapo.register_axis_rule("slapo_tests::odd", lambda call: [call.dims[0]])
+    slapo.register_place_rule("slapo_tests::odd", lambda call: call.places[0])
+    drafted = slapo.draft(own(Odd), ids())
+    assert drafted.recipe.splits["blocks.*.up"] == "columns"
+    assert drafted.verdict is None
+
+
+def test_dropout_of_what_is_sharded() -> None:
+    drafted = slapo.draft(own(Dropping, Gated), ids())
+    assert drafted.recipe.splits["blocks.*.drop"] == "fork_rng"
+    assert drafted.verdict is None
+
+
+# --- bad input -----------------------------------------------------------------------------------
+def test_mistakes() -> None:
+    model = own(Packed, Gated)
+    with pytest.raises(ValueError, match="1 ranks share nothing out"):
+        slapo.draft(model, ids(), ranks=1)
+    with pytest.raises(TypeError, match="takes a model and a number of ranks"):
+        slapo.draft("model", ids())  # type: ignore[arg-type]
+    with pytest.raises(slapo.SlapoError, match=r"'blocks.1.down' .* fails with RuntimeError"):
+        broken = own(Packed, Gated)
+        broken.blocks[1].down = nn.Linear(7, 32)  # type: ignore[union-attr]
+        slapo.draft(broken, ids())
+    with pytest.raises(slapo.SlapoError, match="fails with TypeError"):
+        slapo.draft(model, {"wrong": ids()})
+    with pytest.raises(slapo.SlapoError, match="OptimizedModule is wrapped or compiled alr"):
+        slapo.draft(torch.compile(model), ids())  # type: ignore[arg-type]
+    sch = slapo.create_schedule(own(Packed))
+    sch["blocks.0"].checkpoint()
+    with pytest.raises(slapo.SlapoError, match="Own is scheduled already"):
+        slapo.draft(sch.mod, ids())
+
+
+class Counting(nn.Module):
+    """How many samples it runs depends on values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[(x > 0).nonzero()[:, 0].unique()].sum(0)
+
+
+def test_values_of_data_on_fakes() -> None:
+    with torch.device("meta"):
+        large = nn.Sequential(nn.Linear(8192, 8192), Counting())
+    with pytest.raises(
+        slapo.SlapoError, match=r"'1' .*draft for a smaller model of the same class"
+    ):
+        slapo.draft(large, torch.ones(3, 8192))
+
+
+def test_a_recipe_of_another_model() -> None:
+    drafted = slapo.draft(own(Packed, Gated), ids())
+    with fake_world(2), pytest.raises(ValueError, match=r"blocks\.0\.qkv"):
+        drafted.apply(slapo.create_schedule(own(Alibi, Gated)))
+
+
+@pytest.mark.parametrize("text", ["column", "columns(", "rows(a)(b)", "'rows'"])
+def test_words_that_there_are_not(text: str) -> None:
+    with pytest.raises(ValueError, match=r"none of|not a list of words"):
+        words_of(text)
+
+
+# --- the command ---------------------------------------------------------------------------------
+SCRIPT = """
+from tests.model_schedule.draft_models import Gated, Packed, WholeNorm, ids, own
+def make():
+    return own(Packed, Gated), ids()
+def nothing():
+    import torch
+    return torch.nn.Sequential(torch.nn.LayerNorm(8)), torch.ones(3, 8)
+"""
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "own_model.py"
+    script.write_text(SCRIPT)
+    assert main(["draft", f"{script}:make", "--tp", "4"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("from slapo.model_schedule import Recipe")
+    assert "sharded, with" in said.err
+    assert main(["draft", f"{script}:nothing"]) == 1
+    assert main(["draft", f"{script}:make", "--tp", "1"]) == 1
+    assert "draft for 2 or more" in capsys.readouterr().err
+
+
+def test_the_command_on_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    STRANGERS["stablelm"].build(num_hidden_layers=6).config.save_pretrained(tmp_path)
+    assert main(["draft", str(tmp_path)]) == 0
+    assert '"layers.*.mlp.down_proj": "rows"' in capsys.readouterr().out
+
+
+def test_recipes_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    drafted = slapo.draft(Own(Gated), ids())
+    text = str(drafted.recipe)
+    assert "  blocks.*.down: rows" in text
+    assert isinstance(drafted.left_whole, Mapping)
+
+
+def edited(rank: int, world_size: int, page: str) -> None:
+    quiet()
+    own_model, recipe = page.split("```python\n")[1:3]
+    names: dict[str, Any] = {}
+    exec(own_model.partition("print(")[0], names)
+    exec(recipe.partition("```")[0], names)
+    inputs = torch.randint(128, (3, 11), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(names["Model"](), group=dist.group.WORLD)
+    with slapo.Verify(sch, inputs):
+        apply_schedule(sch, "my_model", example_inputs={"ids": inputs})
+    assert sch["blocks.1.mlp.narrow"].mod.weight.shape == (4, 32)
+
+
+def test_the_page() -> None:
+    """Its edited table is equal to the model on two ranks."""
+    run_distributed(edited, 2, Path("docs/drafts.md").read_text())
