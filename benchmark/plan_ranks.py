@@ -35,6 +35,7 @@ from benchmark.plan_models import (
     inputs_of,
     run,
 )
+from slapo.sharding.steps import Carrier, Step, carried_by
 
 RANKS = 2
 #: Seconds for one plan; and for the second process, when the first has failed.
@@ -64,6 +65,10 @@ class Verdict:
         Number of its settings.
     output, gradient
         Largest relative differences.
+    share
+        Of the elements of all parameters, sharded.
+    collectives
+        Of one forward and one backward pass.
     seconds
         That it took.
     """
@@ -74,6 +79,8 @@ class Verdict:
     variant: int | None = None
     output: float | None = None
     gradient: float | None = None
+    share: float | None = None
+    collectives: int | None = None
     seconds: float = 0.0
 
 
@@ -212,7 +219,7 @@ def compared(model: nn.Module, inputs: dict[str, Any], options: dict[str, Any]) 
     slapo.set_random_seed(7, tp_rank=dist.get_rank())
     mine = copy.deepcopy(model)
     try:
-        sch = slapo.model_schedule.apply_schedule(mine, "auto", group=dist.group.WORLD, **options)
+        sch = slapo.model_schedule.apply_schedule(mine, group=dist.group.WORLD, **options)
         built, _ = slapo.build(sch)
     except (ValueError, slapo.SlapoError) as error:
         return Verdict(REFUSED, brief(error))
@@ -220,14 +227,43 @@ def compared(model: nn.Module, inputs: dict[str, Any], options: dict[str, Any]) 
         return Verdict(FAILS, f"scheduling: {brief(error)}")
     wanted, loss = run(model, inputs)
     try:
-        found, new_loss = run(built, inputs)
+        with carried_by(counting(counts := [])):
+            found, new_loss = run(built, inputs)
         gradients = slapo.verify.numeric.harness.gathered_gradients(built, sch.group)
     except Exception as error:
         return Verdict(FAILS, brief(error))
     outputs = max(_difference(found, wanted), _difference(new_loss, loss))
     gradient, name = worst_gradient(model, gradients)
     right = outputs < OUTPUT and gradient < GRADIENT
-    return Verdict(EQUAL if right else WRONG, name, output=outputs, gradient=gradient)
+    return Verdict(
+        EQUAL if right else WRONG,
+        name,
+        output=outputs,
+        gradient=gradient,
+        share=sharded_share(built),
+        collectives=len(counts),
+    )
+
+
+def counting(counts: list[str]) -> Carrier:
+    """Carry out steps, and note the names of those that communicate."""
+
+    def carry(step: Step, function: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if step.communicates:
+            counts.append(step.name)
+        result: Tensor = function(*args, **kwargs)
+        return result
+
+    return carry
+
+
+def sharded_share(model: nn.Module) -> float:
+    """The share of the elements of all parameters that this rank has a slice of."""
+    wholes = [
+        (torch.Size(getattr(p, "orig_shape", p.shape)).numel(), p.numel())
+        for p in model.parameters()
+    ]
+    return sum(w for w, own in wholes if w != own) / max(1, sum(w for w, _ in wholes))
 
 
 def _difference(found: Tensor, wanted: Tensor) -> float:

@@ -1,8 +1,10 @@
-"""What becomes of ``apply_schedule(model, "auto")`` on every plan that Transformers carries.
+"""The tensor-parallel plans of Transformers, and drafts of the same models.
 
 ``python -m benchmark plans``: each config class with a ``base_model_tp_plan`` makes a tiny random
-model, which two processes split by the plan and compare with the model as it was: outputs, loss,
-every gradient; and once more with tokens dealt out between the blocks.
+model, which two processes split by the plan (``"auto"``) and by what they derive from the model
+(``"draft"``), and compare with the model as it was: outputs, loss, every gradient; and once more
+with tokens sharded between the blocks. The share of the parameters that is sharded and the number
+of collectives are counted on the way.
 """
 
 from __future__ import annotations
@@ -22,9 +24,16 @@ from benchmark.plan_models import Case, cases
 from benchmark.plan_ranks import EQUAL, NOT_RUNNABLE, SEVERITY, WRONG, Pair, Verdict
 
 #: Column of the table -> options of the schedule.
-WAYS: dict[str, dict[str, Any]] = {"plan": {}, "tokens": {"sequence_parallel": True}}
-#: At least so many are equal, of the plan alone and with tokens dealt out.
-PROMISED = {"plan": 105, "tokens": 85}
+WAYS: dict[str, dict[str, Any]] = {
+    "plan": {"key": "auto"},
+    "tokens": {"key": "auto", "sequence_parallel": True},
+    "draft": {"key": "draft"},
+    "draft_tokens": {"key": "draft", "sequence_parallel": True},
+}
+#: At least so many are equal, with tokens sharded too or not.
+PROMISED = {"plan": 105, "tokens": 85, "draft": 105, "draft_tokens": 60}
+#: Columns of the table for each way.
+_HEAD = "gradient | share | collectives"
 #: A message in the table has at most so many characters.
 SHOWN = 200
 
@@ -51,6 +60,7 @@ def main(arguments: Sequence[str]) -> None:
     rows = measure(chosen, say)
     for way in WAYS:
         say(f"{way}: {counted(rows, way)}")
+    say(beside_plans(rows))
     command = shlex.join(["python", "-m", "benchmark", "plans", *arguments])
     for path in write(rows, command, options.results, whole=not families):
         say(f"wrote {path}")
@@ -90,6 +100,8 @@ def row(case: Case, pair: Pair) -> dict[str, Any]:
             f"{way}_output": _figure(each.output),
             f"{way}_gradient": _figure(each.gradient),
             f"{way}_said": " ".join(each.said.split())[:SHOWN],
+            f"{way}_share": "" if each.share is None else round(each.share, 3),
+            f"{way}_collectives": "" if each.collectives is None else each.collectives,
             f"{way}_seconds": each.seconds,
         }
     return about
@@ -118,6 +130,20 @@ def targets(rows: Sequence[dict[str, Any]]) -> list[Target]:
     return found
 
 
+def beside_plans(rows: Sequence[dict[str, Any]]) -> str:
+    """How many drafts shard as much as plans do, with as few collectives."""
+    both = [each for each in rows if each["plan"] == each["draft"] == EQUAL]
+    shares = [float(each["draft_share"]) - float(each["plan_share"]) for each in both]
+    counts = [int(each["draft_collectives"]) - int(each["plan_collectives"]) for each in both]
+    as_good = [share > -0.01 and count <= 0 for share, count in zip(shares, counts, strict=True)]
+    return (
+        f"of {len(both)} models that are equal both ways, the draft shards as much with no more "
+        f"collectives in {sum(as_good)}, less in {sum(share < -0.01 for share in shares)}, more "
+        f"in {sum(share > 0.01 for share in shares)}, and has more collectives in "
+        f"{sum(count > 0 for count in counts)}"
+    )
+
+
 def write(rows: list[dict[str, Any]], command: str, folder: Path, whole: bool) -> list[Path]:
     """``plans.csv`` and ``plans.md``; the targets where all cases were asked."""
     paths = report.write("plans", Result(rows, targets(rows) if whole else []), command, folder)
@@ -130,17 +156,21 @@ def markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
     """The table for people, with the message where something is not equal."""
     about = report.environment(command)
     lines = [
-        "# Plans of Transformers, by `auto` on two ranks",
+        "# Plans of Transformers, and drafts, on two ranks",
         "",
         f"`{command}`, {about['date'][:10]}, torch {about['torch']}, transformers "
         f"{about['transformers']}, gloo. Tiny random models in float32, batch 3, length 13 (12 "
-        "with tokens dealt out), padding mask, train mode; the largest difference from one "
+        "with tokens sharded), padding mask, train mode; the largest difference from one "
         "process, relative to the largest output and to the largest gradient of the parameter.",
         "",
         *(f"- {way}: {counted(rows, way)}, of {len(rows)}" for way in WAYS),
+        f"- {beside_plans(rows)}",
         "",
-        "| config | model | plan | output | gradient | tokens | output | gradient | said |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "Share: of the elements of all parameters, sharded. Collectives: of one forward and one "
+        "backward pass.",
+        "",
+        "| config | model | " + " | ".join(f"{way} | {_HEAD}" for way in WAYS) + " | said |",
+        "|---|---|" + "---|" * 4 * len(WAYS) + "---|",
     ]
     for each in rows:
         said = " / ".join(
@@ -148,8 +178,8 @@ def markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
         ).replace("|", "\\|")
         cells = [each["config"], each["model"]]
         for way in WAYS:
-            cells += [each[way], each[f"{way}_output"], each[f"{way}_gradient"]]
-        lines.append(f"| {' | '.join([*cells, said])} |")
+            cells += [each[way], *(each[f"{way}_{name}"] for name in _HEAD.split(" | "))]
+        lines.append(f"| {' | '.join(map(str, [*cells, said]))} |")
     return "\n".join(lines) + "\n"
 
 

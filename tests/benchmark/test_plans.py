@@ -30,6 +30,7 @@ def test_what_the_table_says(way: str) -> None:
         if row[way] == EQUAL:
             assert float(row[f"{way}_output"]) < plan_ranks.OUTPUT
             assert float(row[f"{way}_gradient"]) < plan_ranks.GRADIENT
+            assert 0 < float(row[f"{way}_share"]) <= 1
         elif row["plan"] != NOT_RUNNABLE:
             assert row[f"{way}_said"], row
 
