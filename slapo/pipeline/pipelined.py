@@ -81,8 +81,8 @@ class PipelineInputs:
             if now != traced and name != "use_cache":
                 raise SlapoError(
                     f"{self._label}: {name} is {_shown(now)}, and the stages were cut for "
-                    f"{_shown(traced)}; pass what trace_until was given as example_inputs, or "
-                    "trace with inputs like these"
+                    f"{_shown(traced)}; call it with inputs like those, or give inputs like these "
+                    "as example_inputs to apply_schedule, or to trace_until"
                 )
         count, names = self._split or (0, ())
         order = list(self._signature.parameters)[:count]

@@ -31,7 +31,7 @@ HEADS = ("bert_classifier", "gpt2_classifier")
 #: Run in each test run.
 QUICK = ("bert", "llama", "t5")
 #: Those of the others that differ most from these and from each other run in the whole suite.
-DISTINCT = (*("gpt2", "falcon", "mixtral", "mamba", "whisper", "swin", "resnet", "modernbert"),)
+DISTINCT = ("gpt2", "mixtral", "mamba", "swin")
 SLOW, WIDE = pytest.mark.slow, pytest.mark.wide
 NAMES = [
     pytest.param(name, marks=[] if name in QUICK else [SLOW if name in DISTINCT else WIDE])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import slapo
 from slapo.framework_dialect.pytorch.data_parallel import fsdp_units
-from tests.runtimes.alone import compare, largest_difference, of_this_rank, whole
+from tests.runtimes.alone import Alone, compare, largest_difference, of_this_rank, whole
 from tests.runtimes.contract import (
     BATCH,
     LENGTH,
@@ -26,6 +26,7 @@ from tests.runtimes.contract import (
     loss_fn,
     make,
     seeded,
+    sgd,
 )
 from tests.runtimes.ranks import RUNTIMES, error_of, on_ranks
 
@@ -136,6 +137,34 @@ def test_the_mean_of_means_is_a_word_away() -> None:
     assert float(loss) == pytest.approx(sum(map(float, parts)) / 2)
     with pytest.raises(ValueError, match="loss_mean is 'tokens'; pass 'targets' or"):
         make("torch", layout, loss_mean="tokens")
+
+
+# --- adapters ------------------------------------------------------------------------------------
+def with_adapters() -> Any:
+    """LoRA on the layers that `make` splits, no matrix of which is zero."""
+    peft = pytest.importorskip("peft")
+    model = seeded()
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False)
+    return peft.get_peft_model(model, config).base_model.model.train()
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("target", "layout", "options"), CASES, ids=shown)
+@on_ranks()
+def test_adapters_train_as_in_one_process(
+    target: str, layout: Any, options: dict[str, Any]
+) -> None:
+    """Only the adapters are trained, and the frozen weights keep their values."""
+    engine = make(target, layout, model=with_adapters(), clip_grad_norm=CLIP, **options)
+    reference = Alone(with_adapters(), loss_fn, sgd, clip=CLIP)
+    found = compare(engine, reference, data(STEPS))
+    assert max(found.values()) < TOLERANCE, found
+    assert min(reference.norms) > CLIP
+    start = with_adapters().state_dict()
+    frozen = [name for name, p in reference.model.named_parameters() if not p.requires_grad]
+    assert len(frozen) == 17
+    assert all(torch.equal(reference.model.state_dict()[name], start[name]) for name in frozen)
 
 
 # --- the rest of the surface ---------------------------------------------------------------------

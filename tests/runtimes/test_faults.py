@@ -313,7 +313,11 @@ def test_ordinary_processes(tmp_path: Path, fault: str, text: str) -> None:
         ("raises", r"rank\s*: 1 \(local_rank: 1\)"),
         ("killed", r"rank\s*: 1 \(local_rank: 1\)"),
         # It ends what is left as soon as one has lost its patience.
-        ("hangs", r"nothing was heard of rank 1 \(pp 0, dp 1, tp 0\)"),
+        pytest.param(
+            "hangs",
+            r"nothing was heard of rank 1 \(pp 0, dp 1, tp 0\)",
+            marks=pytest.mark.wide,
+        ),
     ],
 )
 def test_torchrun_ends_the_job_and_names_the_rank(tmp_path: Path, fault: str, text: str) -> None:

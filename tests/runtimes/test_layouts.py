@@ -60,11 +60,11 @@ def test_training_equals_one_process(target: str, layout: Any, names: Any) -> No
 @pytest.mark.parametrize(
     "options",
     [
-        {"pipeline_schedule": "interleaved_1f1b"},
-        {"pipeline_schedule": "zero_bubble"},
+        pytest.param({"pipeline_schedule": "interleaved_1f1b"}, marks=pytest.mark.wide),
+        pytest.param({"pipeline_schedule": "zero_bubble"}, marks=pytest.mark.wide),
         {"pipeline_schedule": "zbv"},
         {"pipeline_schedule": "gpipe", "data_parallel": "fsdp", "checkpoint_ratio": 0.5},
-        {"data_parallel": "fsdp", "clip_grad_norm": CLIP},
+        pytest.param({"data_parallel": "fsdp", "clip_grad_norm": CLIP}, marks=pytest.mark.wide),
         {"data_parallel": "fsdp", "shard_size": 1, "clip_grad_norm": CLIP},
     ],
     ids=lambda options: "-".join(map(str, options.values())),

@@ -31,7 +31,7 @@ def installed(kinds: list[str]) -> list[str]:
     return kinds
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.wide)])
 @on_ranks(2, timeout=400)
 def test_all_pairs(tmp_path: Path, family: str) -> None:
     """Each kind goes on from what each other has saved; one engine from one step after another.
