@@ -12,20 +12,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from slapo.cost.command import config_of
-from slapo.cost.models import for_training, shrink, training_inputs
 from slapo.errors import MissingPackageError, SlapoError, with_nearest
 from slapo.model_schedule import apply_schedule, recipe_keys, recipe_of
 from slapo.model_schedule.drafts import draft_offline
-from slapo.model_schedule.registry import AUTO, description
+from slapo.model_schedule.registry import AUTO, DRAFT, description
 from slapo.saving.inspect import inspect as inspect_folder
 from slapo.verify.placement.offline import check_at
 from slapo.weights.meta import init_empty_weights
 
-_AUTO = (
-    "Any model of Transformers whose config carries a tensor-parallel plan; in one process any "
-    "with a list of layers."
-)
+#: Keys of ``apply_schedule`` that are no families.
+_OTHERS = {
+    AUTO: "Any model: by the plan of its config, the recipe of its family or a draft.",
+    DRAFT: "Any model: by a schedule that is derived from it, see slapo draft.",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,9 +73,7 @@ def _add_check(commands: Any) -> None:
         help="a function without arguments that returns (model, schedule) or (model, schedule, "
         "example_inputs); or MODULE:FUNCTION",
     )
-    check.add_argument(
-        "--tp", type=int, default=2, help="ranks that tensors are split over (%(default)s)"
-    )
+    _add_ranks(check)
     check.add_argument(
         "--sp", action="store_true", help="call the schedule with sequence_parallel=True"
     )
@@ -109,13 +106,19 @@ def _add_draft(commands: Any) -> None:
         help="a function without arguments that returns (model, example_inputs), or a model of "
         "Transformers alone; or MODULE:FUNCTION; or a folder with a config.json",
     )
-    command.add_argument(
-        "--tp", type=int, default=2, help="ranks that tensors are split over (%(default)s)"
-    )
+    _add_ranks(command)
     command.set_defaults(run=_draft)
 
 
+def _add_ranks(command: Any) -> None:
+    command.add_argument(
+        "--tp", type=int, default=2, help="ranks that tensors are sharded over (%(default)s)"
+    )
+
+
 def _draft(given: argparse.Namespace) -> int:
+    from slapo.cost.models import shrink
+
     try:
         model, inputs = _to_draft(given.model)
         drafted = draft_offline(model, inputs, given.tp, shortened=lambda each: shrink(each).model)
@@ -129,6 +132,9 @@ def _draft(given: argparse.Namespace) -> int:
 
 def _to_draft(source: str) -> tuple[Any, Any]:
     """A model on meta, and its inputs."""
+    from slapo.cost.command import config_of
+    from slapo.cost.models import for_training, training_inputs
+
     if ":" not in source:
         config = config_of(source)
         with init_empty_weights():
@@ -166,18 +172,16 @@ def _recipes(given: argparse.Namespace) -> int:
 
 def _list_recipes() -> str:
     """Keys, and what stands behind them."""
-    keys = recipe_keys()
-    width = max(map(len, keys))
-    lines = [f"{key:{width}}  {description(key)}" for key in keys]
-    return "\n".join(
-        [*lines, f"{AUTO:{width}}  {_AUTO}", "", "Table and options of one: slapo recipes KEY"]
-    )
+    said = {**{key: description(key) for key in recipe_keys()}, **_OTHERS}
+    width = max(map(len, said))
+    lines = [f"{key:{width}}  {text}" for key, text in said.items()]
+    return "\n".join([*lines, "", "Table and options of one: slapo recipes KEY"])
 
 
 def _show_recipe(key: str) -> str:
     """The table of a family with its default sizes, and the options of all."""
-    if key == AUTO:
-        return f"{_AUTO}\n\nOptions of apply_schedule:\n{_recipe_options()}"
+    if key in _OTHERS:
+        return f"{_OTHERS[key]}\n\nOptions of apply_schedule:\n{_recipe_options()}"
     recipe = recipe_of(key, _default_config(key))
     return f"{description(key)}\n\n{recipe}\n\nOptions of apply_schedule:\n{_recipe_options()}"
 

@@ -23,6 +23,11 @@ _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _ALTERNATIVES = (("input_ids", "inputs_embeds"), ("decoder_input_ids", "decoder_inputs_embeds"))
 
 
+def text_config(config: Any) -> Any:
+    """The config of the language model, also within that of a model that takes images."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 @dataclass(frozen=True)
 class _Sizes:
     """Settings that the builders of single inputs read."""

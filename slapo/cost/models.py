@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slapo.example_inputs import example_inputs
 from slapo.model_schedule.stage_cuts import layer_costs
+from slapo.weights.slots import replacements
 
 #: A config of Transformers, or a function that makes the model.
 Source = Any
@@ -231,12 +232,6 @@ def _shorten_config(config: Any, count: int, kept: Sequence[int]) -> None:
 
 def on_fakes(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """A copy of a model on meta, with fake tensors on the CPU; ties stay."""
-    tensors = [*model.parameters(), *model.buffers()]
-    tensors += [v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor)]
-    fakes: dict[int, Any] = {}
     with mode:
-        for tensor in tensors:
-            fake = torch.empty_like(tensor, device="cpu")
-            is_parameter = isinstance(tensor, nn.Parameter)
-            fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+        fakes = replacements(model, lambda tensor: torch.empty_like(tensor, device="cpu"))
     return copy.deepcopy(model, fakes)

@@ -74,7 +74,7 @@ class _Choice:
 
         def worth(axis: Axis) -> tuple[float, int, float]:
             own = self.weights[axis]
-            others = sum(self.weights[other] for other in self.excluded[axis])
+            others = sum(self.weights.get(other, 0) for other in self.excluded[axis])
             return -own / (own + others), -own, places.get(axis, 0.0)
 
         chosen: Chosen = {}
@@ -86,9 +86,7 @@ class _Choice:
         return chosen
 
     def _may(self, axis: Axis) -> bool:
-        is_known = bool(self.weights.get(axis)) or axis not in self.weights
-        named = axis.name in self.banned
-        return is_known and not (axis.whole or axis.size % self.ranks or named)
+        return not (axis.whole or axis.size % self.ranks or axis.name in self.banned)
 
     def _excluded(self) -> defaultdict[Axis, Chosen]:
         """Axes of which one alone can be sharded."""

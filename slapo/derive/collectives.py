@@ -41,7 +41,7 @@ class Collectives:
     sums: dict[str, None] = field(default_factory=dict)
     #: modules and arguments whose gradient is summed, and modules whose output's is
     gradients: dict[Point, None] = field(default_factory=dict)
-    #: numbers of parameters that are whole, and get a partial gradient
+    #: whole parameters whose gradient is partial, by the numbers of their values
     partial: dict[int, None] = field(default_factory=dict)
 
 

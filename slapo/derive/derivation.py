@@ -14,6 +14,8 @@ from slapo.derive.choose import choose
 from slapo.derive.collectives import Collectives, ImpossibleError, place
 from slapo.derive.sizes import Key, UnfitNumbersError, divided_attributes
 from slapo.derive.trace import Trace, trace
+from slapo.example_inputs import text_config
+from slapo.history import numberless
 
 #: So many choices are tried, each without the axes that made the one before impossible.
 _TRIES = 24
@@ -21,7 +23,7 @@ _TRIES = 24
 
 @dataclass
 class Derivation:
-    """What is sharded, and what that needs."""
+    """The axes that are sharded, the collectives for them, and the numbers that are divided."""
 
     found: Trace
     ranks: int
@@ -71,7 +73,7 @@ class Derivation:
             sharded += size if number in split else 0
         return sharded / max(1, total)
 
-    def left_whole(self, at_least: int = 2) -> dict[str, list[str]]:
+    def left_whole(self) -> dict[str, list[str]]:
         """Parameters of two dimensions or more that stay whole: for each axis, why."""
         split = {self.found.parameters[name] for name, _, _ in self.sharded()}
         found: dict[str, list[str]] = {}
@@ -80,7 +82,7 @@ class Derivation:
             if number in split or self.is_of_vocabulary(name) or not value.needs_grad:
                 continue
             split.add(number)
-            if len(value.dims) >= at_least:
+            if len(value.dims) > 1:
                 found[name] = [self._why(term) for term in value.dims]
         return found
 
@@ -171,17 +173,11 @@ def vocabulary(model: nn.Module) -> tuple[list[str], dict[str, int]]:
 
     They have verbs of their own: rows are sharded unevenly, and logits gathered.
     """
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    outside = [(p, m) for p, m in model.named_modules() if not _is_in_list(model, p)]
+    text = text_config(getattr(model, "config", None))
+    outside = [(p, m) for p, m in model.named_modules() if numberless(p) == p]  # of all lists
     tables = {p: m for p, m in outside if isinstance(m, nn.Embedding)}
     largest = max((table.num_embeddings for table in tables.values()), default=0)
     size = getattr(text, "vocab_size", None) or largest
     heads = {p: size for p, m in outside if type(m) is nn.Linear and m.out_features == size}
     own = [p for p, m in tables.items() if m.num_embeddings == size and not any(m.children())]
     return own, heads if size else {}
-
-
-def _is_in_list(model: nn.Module, path: str) -> bool:
-    """Return whether a module is one of several of a kind, or in one."""
-    return any(part.isdigit() for part in path.split(".")) and bool(path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from slapo.derive.axes import (
     size_of,
     unify,
 )
-from slapo.verify.placement.call import argument
+from slapo.verify.placement.call import OperationCall, qualified_name
 from slapo.verify.placement.pointwise import is_pointwise
 from slapo.verify.placement.reduction_rules import ATTENTION
 
@@ -29,28 +29,15 @@ Dims = list[Term]
 
 
 @dataclass
-class AxisCall:
+class AxisCall(OperationCall):
     """One call of an operation, as axis rules see it."""
 
-    #: the operation, and its name without the overload
-    func: Any
-    name: str
-    #: its arguments
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
-    #: tensors among the arguments, in order, and their dimensions
-    tensors: list[Tensor]
-    dims: list[Dims]
+    #: the dimensions of each tensor among the arguments
+    axes: list[Dims]
     #: for each of them, whether it is a parameter or a view of one
     are_parameters: list[bool]
-    #: tensors that it returned
-    outs: list[Tensor]
     #: dimensions that it has summed over, of a parameter and what that is multiplied with
     contracted: list[Term] = field(default_factory=list)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """An argument by its name in the operation's schema."""
-        return argument(self.func, self.args, self.kwargs, name, default)
 
     def axis(self, name: str = "dim", default: int = 0, more: int = 0) -> int:
         """An argument that is a dimension of the first tensor, from 0."""
@@ -74,7 +61,7 @@ class AxisCall:
 
     def unknown(self, why: str) -> list[Dims]:
         """Keep all arguments and results whole."""
-        for dims in self.dims:
+        for dims in self.axes:
             self.keep_whole(*dims, why=why)
         return [[fresh(size, why) for size in out.shape] for out in self.outs]
 
@@ -96,21 +83,17 @@ def register_axis_rule(operation: Any, rule: AxisRule) -> None:
         ``torch.ops.mylib.gelu``, one of its overloads, or its name, ``"mylib::gelu"``.
     rule
         Takes an ``AxisCall`` and returns the dimensions of each result, made of those in
-        ``call.dims``. ``call.same(a, b)`` says that two dimensions are one, ``call.keep_whole(a)``
+        ``call.axes``. ``call.same(a, b)`` says that two dimensions are one, ``call.keep_whole(a)``
         that the operation needs all of one.
 
     Examples
     --------
-    >>> register_axis_rule("mylib::scale_rows", lambda call: [call.dims[0]])
+    >>> register_axis_rule("mylib::scale_rows", lambda call: [call.axes[0]])
     >>> "mylib::scale_rows" in RULES
     True
     """
-    name = operation if isinstance(operation, str) else _name(operation)
+    name = operation if isinstance(operation, str) else qualified_name(operation)
     RULES[name.removeprefix("aten::")] = rule
-
-
-def _name(operation: Any) -> str:
-    return str(getattr(operation, "_qualified_op_name", None) or operation.name()).partition(".")[0]
 
 
 def apply_rule(call: AxisCall) -> list[Dims]:
@@ -122,7 +105,7 @@ def apply_rule(call: AxisCall) -> list[Dims]:
         return _attention(call)
     if any(part in name for part in ("pool1d", "pool2d", "pool3d", "upsample_", "pad1d", "pad2d")):
         return _spatial(call)
-    if is_pointwise(call):  # type: ignore[arg-type]
+    if is_pointwise(call):
         return [_pointwise(call, out) for out in call.outs]
     if not call.tensors:
         return [[fresh(size, f"values of {name}") for size in out.shape] for out in call.outs]
@@ -141,7 +124,7 @@ def _rule(*names: str) -> Callable[[AxisRule], AxisRule]:
 def _pointwise(call: AxisCall, out: Tensor) -> Dims:
     """Dimensions that are not broadcast are the same."""
     found: list[Term | None] = [None] * out.ndim
-    for tensor, dims in zip(call.tensors, call.dims, strict=True):
+    for tensor, dims in zip(call.tensors, call.axes, strict=True):
         for number, term in enumerate(dims, out.ndim - tensor.ndim):
             if size_of(term) == 1 != out.shape[number]:
                 continue
@@ -153,9 +136,13 @@ def _pointwise(call: AxisCall, out: Tensor) -> Dims:
     return [fresh(n) if t is None else t for t, n in zip(found, out.shape, strict=True)]
 
 
-@_rule("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty")
-@_rule("zeros_like", "ones_like", "full_like", "empty_like", "scalar_tensor")
-@_rule("empty_strided", "new_empty_strided")
+#: Makers of new tensors, some of the size of another one.
+MAKERS = {"zeros", "ones", "full", "empty", "empty_strided", "scalar_tensor"}
+MAKERS |= {"zeros_like", "ones_like", "full_like", "empty_like"}
+MAKERS |= {"new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"}
+
+
+@_rule(*MAKERS)
 def _constants(call: AxisCall) -> list[Dims]:
     return [[fresh(size) for size in out.shape] for out in call.outs]
 
@@ -163,7 +150,7 @@ def _constants(call: AxisCall) -> list[Dims]:
 @_rule("clone", "detach", "alias", "_to_copy", "contiguous", "lift_fresh", "fill", "zero")
 @_rule("dropout", "native_dropout", "bernoulli")
 def _copies(call: AxisCall) -> list[Dims]:
-    return [list(call.dims[0]) for _ in call.outs]
+    return [list(call.axes[0]) for _ in call.outs]
 
 
 @_rule("arange", "rand", "randn", "randint", "randperm", "eye")
@@ -176,10 +163,10 @@ def _values(call: AxisCall) -> list[Dims]:
 @_rule("topk", "flip", "roll")
 def _along(call: AxisCall) -> list[Dims]:
     given = call.get("dim", call.get("dims", -1))
-    every = range(len(call.dims[0]))  # rolled without a dimension
+    every = range(len(call.axes[0]))  # rolled without a dimension
     at = {each % len(every) for each in ([given] if isinstance(given, int) else given or every)}
-    call.keep_whole(*(call.dims[0][each] for each in at))
-    return [_resized(call, out, call.dims[0]) for out in call.outs]
+    call.keep_whole(*(call.axes[0][each] for each in at))
+    return [_resized(call, out, call.axes[0]) for out in call.outs]
 
 
 def _resized(call: AxisCall, out: Tensor, dims: Dims) -> Dims:
@@ -190,21 +177,17 @@ def _resized(call: AxisCall, out: Tensor, dims: Dims) -> Dims:
 
 @_rule("tril", "triu")
 def _triangles(call: AxisCall) -> list[Dims]:
-    call.keep_whole(*call.dims[0][-2:])
-    return [list(call.dims[0])]
+    call.keep_whole(*call.axes[0][-2:])
+    return [list(call.axes[0])]
 
 
 @_rule("sum", "mean", "amax", "amin", "max", "min", "any", "all", "prod", "argmax", "argmin")
 @_rule("logsumexp", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm")
 @_rule("nansum", "median")
 def _reduction(call: AxisCall) -> list[Dims]:
-    dims, given = call.dims[0], call.get("dim")
     if len(call.tensors) == 2:  # max of two tensors
         return [_pointwise(call, call.outs[0])]
-    if given is None or given == []:
-        at = set(range(len(dims)))
-    else:
-        at = {each % len(dims) for each in ([given] if isinstance(given, int) else given)}
+    dims, at = call.axes[0], call.dims()
     call.keep_whole(*(dims[each] for each in at))
     kept = [t if n not in at else fresh(1) for n, t in enumerate(dims)]
     if not call.get("keepdim"):
@@ -214,14 +197,14 @@ def _reduction(call: AxisCall) -> list[Dims]:
 
 @_rule("select", "unbind")
 def _selected(call: AxisCall) -> list[Dims]:
-    dims = list(call.dims[0])
+    dims = list(call.axes[0])
     call.keep_whole(dims.pop(call.axis()))
     return [list(dims) for _ in call.outs]
 
 
 @_rule("constant_pad_nd", "unfold")
 def _padded(call: AxisCall) -> list[Dims]:
-    dims, (out,) = call.dims[0], call.outs
+    dims, (out,) = call.axes[0], call.outs
     pairs = zip(dims, out.shape, strict=False)
     call.keep_whole(*(term for term, size in pairs if size_of(term) != size))
     more = [fresh(size, call.name) for size in out.shape[len(dims) :]]
@@ -232,7 +215,7 @@ def _padded(call: AxisCall) -> list[Dims]:
 # --- views ----------------------------------------------------------------------------------------
 @_rule("view", "_unsafe_view", "reshape", "_reshape_alias")
 def _view(call: AxisCall) -> list[Dims]:
-    (out,), dims = call.outs, call.dims[0]
+    (out,), dims = call.outs, call.axes[0]
     if not out.numel():
         return _constants(call)
     found = carve([axis for term in dims for axis in term], out.shape)
@@ -244,7 +227,7 @@ def _view(call: AxisCall) -> list[Dims]:
 
 @_rule("transpose", "t", "permute", "movedim")
 def _permuted(call: AxisCall) -> list[Dims]:
-    dims = list(call.dims[0])
+    dims = list(call.axes[0])
     if call.name == "permute":
         return [[dims[each] for each in call.get("dims")]]
     if call.name == "t":
@@ -256,14 +239,14 @@ def _permuted(call: AxisCall) -> list[Dims]:
 
 @_rule("unsqueeze")
 def _unsqueezed(call: AxisCall) -> list[Dims]:
-    dims = list(call.dims[0])
+    dims = list(call.axes[0])
     dims.insert(call.axis(more=1), fresh(1))
     return [dims]
 
 
 @_rule("squeeze")
 def _squeezed(call: AxisCall) -> list[Dims]:
-    dims, given = call.dims[0], call.get("dim")
+    dims, given = call.axes[0], call.get("dim")
     ndim = max(1, len(dims))
     at = range(ndim) if given is None else [given] if isinstance(given, int) else given
     gone = {each % ndim for each in at}
@@ -273,7 +256,7 @@ def _squeezed(call: AxisCall) -> list[Dims]:
 @_rule("view_as_complex", "view_as_real")
 def _complex(call: AxisCall) -> list[Dims]:
     """Real and imaginary parts are a last dimension of two."""
-    dims = call.dims[0]
+    dims = call.axes[0]
     if call.name == "view_as_real":
         return [[*dims, fresh(2, call.name)]]
     call.keep_whole(dims[-1])
@@ -283,7 +266,7 @@ def _complex(call: AxisCall) -> list[Dims]:
 @_rule("expand")
 def _expanded(call: AxisCall) -> list[Dims]:
     (out,) = call.outs
-    own = [fresh(1)] * (out.ndim - len(call.dims[0])) + call.dims[0]
+    own = [fresh(1)] * (out.ndim - len(call.axes[0])) + call.axes[0]
     pairs = zip(own, out.shape, strict=True)
     return [[term if size_of(term) == size else fresh(size) for term, size in pairs]]
 
@@ -291,7 +274,7 @@ def _expanded(call: AxisCall) -> list[Dims]:
 @_rule("repeat")
 def _repeated(call: AxisCall) -> list[Dims]:
     times = call.get("repeats")
-    own = [fresh(1)] * (len(times) - len(call.dims[0])) + call.dims[0]
+    own = [fresh(1)] * (len(times) - len(call.axes[0])) + call.axes[0]
     return [[(*fresh(n), *term) if n > 1 else term for n, term in zip(times, own, strict=True)]]
 
 
@@ -303,7 +286,7 @@ def _split(call: AxisCall) -> list[Dims]:
 
 
 def _cut(call: AxisCall, at: int, sizes: list[int]) -> list[Dims]:
-    dims = call.dims[0]
+    dims = call.axes[0]
     parts = cut(dims[at], sizes)
     if parts is None:
         call.keep_whole(dims[at], why=f"{call.name} into {sizes}")
@@ -313,7 +296,7 @@ def _cut(call: AxisCall, at: int, sizes: list[int]) -> list[Dims]:
 
 @_rule("slice")
 def _slice(call: AxisCall) -> list[Dims]:
-    (out,), dims, at = call.outs, list(call.dims[0]), call.axis()
+    (out,), dims, at = call.outs, list(call.axes[0]), call.axis()
     size = size_of(dims[at])
     start, stop, step = slice(call.get("start"), call.get("end"), call.get("step", 1)).indices(size)
     if out.shape[at] == size:
@@ -329,14 +312,14 @@ def _slice(call: AxisCall) -> list[Dims]:
 @_rule("glu")
 def _glu(call: AxisCall) -> list[Dims]:
     at = call.axis(default=-1)
-    halves = _cut(call, at, [size_of(call.dims[0][at]) // 2] * 2)
+    halves = _cut(call, at, [size_of(call.axes[0][at]) // 2] * 2)
     call.same(halves[0][at], halves[1][at])
     return halves[:1]
 
 
 @_rule("cat")
 def _cat(call: AxisCall) -> list[Dims]:
-    pairs = zip(call.tensors, call.dims, strict=True)
+    pairs = zip(call.tensors, call.axes, strict=True)
     parts = [dims for tensor, dims in pairs if tensor.numel()]
     if not parts:
         return _constants(call)
@@ -352,10 +335,10 @@ def _cat(call: AxisCall) -> list[Dims]:
 
 @_rule("stack")
 def _stack(call: AxisCall) -> list[Dims]:
-    for other in call.dims[1:]:
-        for a, b in zip(call.dims[0], other, strict=True):
+    for other in call.axes[1:]:
+        for a, b in zip(call.axes[0], other, strict=True):
             call.same(a, b)
-    dims = list(call.dims[0])
+    dims = list(call.axes[0])
     dims.insert(call.axis(more=1), fresh(len(call.tensors), "stack"))
     return [dims]
 
@@ -367,14 +350,14 @@ def _product(left: str, right: str, result: str) -> AxisRule:
     def rule(call: AxisCall) -> list[Dims]:
         last = len(call.tensors)
         terms: dict[str, Term] = {}
-        for letters, dims in ((left, call.dims[last - 2]), (right, call.dims[last - 1])):
+        for letters, dims in ((left, call.axes[last - 2]), (right, call.axes[last - 1])):
             for letter, term in zip(letters, dims, strict=True):
                 call.same(terms.setdefault(letter, term), term)
         for letter in left:
             if letter not in result:
                 call.contract(terms[letter], last - 2, last - 1)
         dims = [terms[letter] for letter in result]
-        added = call.dims[0] if last == 3 else []
+        added = call.axes[0] if last == 3 else []
         for term, of_result in zip(reversed(added), reversed(dims), strict=False):
             if size_of(term) == size_of(of_result):
                 call.same(term, of_result)
@@ -392,7 +375,7 @@ RULES |= {"dot": _product("k", "k", ""), "outer": _product("m", "n", "mn")}
 @_rule("_grouped_mm")
 def _grouped(call: AxisCall) -> list[Dims]:
     """Tokens of one expert after those of another, which `offs` says."""
-    left, right = call.dims[:2]
+    left, right = call.axes[:2]
     rows, experts, (k, n) = left[:-1], right[0], right[1:]
     if len(left) == len(right) == 3:
         call.same(left[0], experts)
@@ -405,7 +388,7 @@ def _grouped(call: AxisCall) -> list[Dims]:
 def _attention(call: AxisCall) -> list[Dims]:
     """Batch and heads are free; several heads of queries may share one of keys."""
     four = [number for number, tensor in enumerate(call.tensors) if tensor.ndim == 4]
-    q, k, v = (call.dims[number] for number in four[:3])
+    q, k, v = (call.axes[number] for number in four[:3])
     for other in (k, v):
         call.same(q[0], other[0])
     heads = size_of(k[1])
@@ -419,7 +402,7 @@ def _attention(call: AxisCall) -> list[Dims]:
     call.same(k[2], v[2])
     call.keep_whole(q[2], q[3], k[2])
     for number in four[3:]:
-        for of_mask, term in zip(call.dims[number][:2], q[:2], strict=True):
+        for of_mask, term in zip(call.axes[number][:2], q[:2], strict=True):
             if size_of(of_mask) != 1:
                 call.same(of_mask, term)
     dims = {4: [q[0], q[1], q[2], v[3]], 3: [q[0], q[1], q[2]]}
@@ -429,23 +412,23 @@ def _attention(call: AxisCall) -> list[Dims]:
 # --- lookups --------------------------------------------------------------------------------------
 @_rule("embedding")
 def _embedding(call: AxisCall) -> list[Dims]:
-    table, index = call.dims
+    table, index = call.axes
     call.keep_whole(table[0], why="a lookup of rows")
     return [[*index, table[1]]]
 
 
 @_rule("index", "_unsafe_index")
 def _index(call: AxisCall) -> list[Dims]:
-    dims, given = call.dims[0], call.get("indices")
+    dims, given = call.axes[0], call.get("indices")
     chosen = {n: index for n, index in enumerate(given) if index is not None}
     masks = [index for index in chosen.values() if index.dtype is torch.bool]
     if masks:
         if len(chosen) > 1 or 0 not in chosen:
             return call.unknown("a boolean mask")
-        call.keep_whole(*dims[: masks[0].ndim], *call.dims[1], why="a boolean mask")
+        call.keep_whole(*dims[: masks[0].ndim], *call.axes[1], why="a boolean mask")
         rows = fresh(call.outs[0].shape[0], "a boolean mask")
         return [[rows, *dims[masks[0].ndim :]]]
-    for of_index in call.dims[1:]:
+    for of_index in call.axes[1:]:
         call.keep_whole(*of_index, why="an index")
     call.keep_whole(*(dims[number] for number in chosen), why="a choice by index")
     shape = torch.broadcast_shapes(*(index.shape for index in chosen.values()))
@@ -458,7 +441,7 @@ def _index(call: AxisCall) -> list[Dims]:
 
 @_rule("index_put", "_index_put_impl")
 def _index_put(call: AxisCall) -> list[Dims]:
-    dims, values = call.dims[0], call.dims[-1]
+    dims, values = call.axes[0], call.axes[-1]
     at: set[int] = set()
     for number, index in enumerate(call.get("indices")):
         if index is not None:
@@ -474,9 +457,9 @@ def _index_put(call: AxisCall) -> list[Dims]:
 
 @_rule("index_select", "index_add", "index_copy", "index_fill")
 def _by_rows(call: AxisCall) -> list[Dims]:
-    dims, at = list(call.dims[0]), call.axis()
+    dims, at = list(call.axes[0]), call.axis()
     call.keep_whole(dims[at])
-    source = call.dims[-1]
+    source = call.axes[-1]
     if call.name in ("index_add", "index_copy"):
         call.keep_whole(source[at])
         for number, (a, b) in enumerate(zip(dims, source, strict=True)):
@@ -487,9 +470,9 @@ def _by_rows(call: AxisCall) -> list[Dims]:
 
 @_rule("gather", "scatter", "scatter_add")
 def _gather(call: AxisCall) -> list[Dims]:
-    at, dims = call.axis(), call.dims[0]
-    result = dims if call.name != "gather" else call.dims[1]
-    for other in call.dims[1:]:
+    at, dims = call.axis(), call.axes[0]
+    result = dims if call.name != "gather" else call.axes[1]
+    for other in call.axes[1:]:
         for number, (a, b) in enumerate(zip(dims, other, strict=False)):
             if number == at or size_of(a) != size_of(b):
                 call.keep_whole(a, b)
@@ -501,10 +484,10 @@ def _gather(call: AxisCall) -> list[Dims]:
 # --- norms and convolutions -----------------------------------------------------------------------
 @_rule("native_layer_norm", "_fused_rms_norm", "rms_norm", "_fused_rms_norm_forward")
 def _norm(call: AxisCall) -> list[Dims]:
-    dims, count = call.dims[0], len(call.get("normalized_shape"))
+    dims, count = call.axes[0], len(call.get("normalized_shape"))
     outer, inner = dims[: len(dims) - count], dims[len(dims) - count :]
     call.keep_whole(*inner)
-    for weights in call.dims[1:]:
+    for weights in call.axes[1:]:
         for a, b in zip(weights, inner, strict=True):
             call.same(a, b)
     statistics = [*outer, *[fresh(1)] * count]
@@ -514,9 +497,9 @@ def _norm(call: AxisCall) -> list[Dims]:
 @_rule("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm")
 @_rule("_batch_norm_with_update", "_native_batch_norm_legit_no_training")
 def _batch_norm(call: AxisCall) -> list[Dims]:
-    dims = call.dims[0]
+    dims = call.axes[0]
     call.keep_whole(dims[0], *dims[2:])
-    for weights in call.dims[1:]:
+    for weights in call.axes[1:]:
         if weights and size_of(weights[0]):
             call.same(weights[0], dims[1])
     rest = [[dims[1]] if out.ndim == 1 and out.numel() else _blank(out) for out in call.outs[1:]]
@@ -529,11 +512,11 @@ def _blank(tensor: Tensor) -> Dims:
 
 @_rule("native_group_norm")
 def _group_norm(call: AxisCall) -> list[Dims]:
-    dims, groups = call.dims[0], call.get("group")
+    dims, groups = call.axes[0], call.get("group")
     call.keep_whole(*dims[2:])
     parts = carve(dims[1], [groups, size_of(dims[1]) // groups])
     call.keep_whole(parts[1] if parts else dims[1])
-    for weights in call.dims[1:]:
+    for weights in call.axes[1:]:
         call.same(weights[0], dims[1])
     statistics = [dims[0], parts[0] if parts else fresh(groups, call.name)]
     return [dims, statistics, statistics]
@@ -541,7 +524,7 @@ def _group_norm(call: AxisCall) -> list[Dims]:
 
 @_rule("convolution", "_convolution")
 def _convolution(call: AxisCall) -> list[Dims]:
-    (x, weight), groups = call.dims[:2], call.get("groups")
+    (x, weight), groups = call.axes[:2], call.get("groups")
     call.keep_whole(*x[2:], *weight[2:], why="positions of a convolution")
     out, inner = (weight[1], weight[0]) if call.get("transposed") else (weight[0], weight[1])
     if groups == 1:
@@ -559,7 +542,7 @@ def _convolution(call: AxisCall) -> list[Dims]:
             call.keep_whole(a[1], b[1], why="a convolution of groups")
         else:
             call.keep_whole(x[1], out, why="a convolution of groups")
-    for bias in call.dims[2:]:
+    for bias in call.axes[2:]:
         call.same(bias[0], out)
     (result,) = call.outs
     return [[x[0], out, *_spatial_dims(result, 2)]]
@@ -567,7 +550,7 @@ def _convolution(call: AxisCall) -> list[Dims]:
 
 def _spatial(call: AxisCall) -> list[Dims]:
     """Pooling and the like, over as many of the last dimensions as the name says."""
-    dims = call.dims[0]
+    dims = call.axes[0]
     first = len(dims) - int(next(letter for letter in call.name if letter.isdigit()))
     call.keep_whole(*dims[first:], why="positions of an image")
     return [[*dims[:first], *_spatial_dims(out, first)] for out in call.outs]

@@ -63,8 +63,9 @@ class Formula:
             return f"config.{name}" if path.rpartition(".")[2] == "config" else name
         if not self.operator:
             return str(self.constant)
-        inner = (f"({e})" if e.operator in ("+", "-") else str(e) for e in self.operands)
-        return self.operator.join(inner)
+        first, second = self.operands
+        left = f"({first})" if first.operator in ("+", "-") else str(first)
+        return f"{left}{self.operator}{f'({second})' if second.operator else second}"
 
 
 class Counted(int):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,13 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from slapo.derive.axes import Term, carve, cut, factors, fresh, keep_whole, size_of
-from slapo.derive.rules import AxisCall, Dims, apply_rule, in_place
+from slapo.derive.rules import MAKERS, AxisCall, Dims, apply_rule, in_place
 from slapo.derive.sizes import Counted, Key, SizeUse, counted_attributes
 from slapo.random import states_kept
 from slapo.snapshot import attributes_kept
 from slapo.utils.outputs import tensors_in as tensors_of_output
 from slapo.verify.placement.call import name_of, run, tensors_in
 from slapo.verify.placement.fake_parameters import FakeParameters, standing_in
+from slapo.verify.placement.paths import calls_followed
 from slapo.verify.placement.run import eager
 from slapo.weights.slots import slots
 from slapo.wrapper import in_mode
@@ -77,8 +78,6 @@ class Trace:
     #: numbers that were given as sizes, and the attributes that they were computed of
     uses: list[SizeUse] = field(default_factory=list)
     attributes: dict[Key, int] = field(default_factory=dict)
-    #: names of operations without a rule
-    unknown: list[str] = field(default_factory=list)
 
 
 def trace(
@@ -115,7 +114,7 @@ def trace(
             lambda leaf: stand_ins.given(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
         )
         mode.add_inputs((args, kwargs))
-        contexts = (stand_ins.mode(), mode.followed(), _Sizes(mode), mode)
+        contexts = (stand_ins.mode(), calls_followed(mode.follow), _Sizes(mode), mode)
         for context in contexts:
             stack.enter_context(context)
         output = model(*args, **kwargs)
@@ -125,6 +124,10 @@ def trace(
             for term in found.values[number].dims:
                 keep_whole(term, "an output of the model")
     return found
+
+
+#: Operations whose result has the sizes of a tensor and none of its values.
+_NO_VIEWS = MAKERS | {"rand_like", "randn_like"}
 
 
 class _Mode(TorchDispatchMode):
@@ -200,14 +203,14 @@ class _Mode(TorchDispatchMode):
             args,
             kwargs,
             tensors,
+            outs,
             [value.dims for value in values],
             [value.is_parameter for value in values],
-            outs,
         )
         found = self._by_rule(call)
         differentiates = torch.is_grad_enabled() and call.name != "detach"
         needs_grad = differentiates and any(value.needs_grad for value in values)
-        is_view = len(values) == 1 and values[0].is_parameter and call.name not in _MAKERS
+        is_view = len(values) == 1 and values[0].is_parameter and call.name not in _NO_VIEWS
         node = Node("operation", call.name, inputs, [], self.running[-1], call.contracted)
         for tensor, dims in zip(outs, found, strict=True):
             if id(tensor) in self.numbers:
@@ -227,25 +230,11 @@ class _Mode(TorchDispatchMode):
             why = f"the axis rule for {call.name} gives the shapes {shapes}"
         except (ValueError, IndexError, TypeError) as error:  # a case that the rule does not know
             why = f"the axis rule for {call.name} fails: {error}"
-        self.found.unknown.append(call.name)
         return call.unknown(why)
 
     # --- modules --------------------------------------------------------------------------------
-    @contextmanager
-    def followed(self) -> Iterator[None]:
-        """Follow the calls of modules in the block."""
-        call, follow = nn.Module.__call__, self._follow
-
-        def following(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return follow(module, call, args, kwargs)
-
-        nn.Module.__call__ = following  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            nn.Module.__call__ = call  # type: ignore[method-assign]
-
-    def _follow(self, module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
+    def follow(self, module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
+        """Run a module between its entries and its exits."""
         path = self.names.get(id(module))
         if not path:
             return call(module, *args, **kwargs)
@@ -284,11 +273,6 @@ class _Mode(TorchDispatchMode):
                 shown = name if tensor is argument else ""
                 self.found.nodes.append(Node("entry", shown, [old], [new], here))
         return entered
-
-
-#: Makers of new tensors of the size of a parameter.
-_MAKERS = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"}
-_MAKERS |= {"new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"}
 
 
 def _named(module: nn.Module, args: Any, kwargs: Any) -> list[tuple[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from slapo.errors import with_nearest
+from slapo.example_inputs import text_config
 from slapo.model_schedule import families
 from slapo.model_schedule.apply import apply_recipe, base_path, inputs_for
 from slapo.model_schedule.auto import known_recipe, labelled, recipe_of_layers
@@ -113,7 +114,7 @@ def apply_schedule(
     sch = _schedule(model, group, mesh)
     config: Any = getattr(sch.mod, "config", None) if model_config is None else model_config
     base = base_path(sch.mod, prefix)
-    text = _text_config(config)
+    text = text_config(config)
     recipe = _recipe(key, sch, base, config, checked)
     if model_config is not None:
         _check_config(sch.mod, model_config, text, recipe)
@@ -129,7 +130,7 @@ def _recipe(key: str, sch: Schedule, base: str, config: Any, options: Options) -
     if key == AUTO and sch.world_size == 1:
         return recipe_of_layers(sch.mod, base)
     if key in (AUTO, DRAFT):
-        inputs = labelled(sch.mod, inputs_for(sch, options, _text_config(config)))
+        inputs = labelled(sch.mod, inputs_for(sch, options, text_config(config)))
         return draft_in_group(sch.mod, inputs, sch.group).recipe
     try:
         return recipe_of(key, config)
@@ -146,18 +147,13 @@ def _is_foreign(key: str, config: Any) -> bool:
     return key not in (AUTO, DRAFT) and bool(family) and not have_one_recipe(key, str(family))
 
 
-def _text_config(config: Any) -> Any:
-    """The language model's, of a model that sees images too."""
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
 def _check_config(model: Any, given: Any, text: Any, recipe: Recipe) -> None:
     """Another config than the model's would give other heads to ranks than there are."""
     own = getattr(model, "config", None)
     if own is None or own is given:
         return
     names = [*recipe.counts.split(), *recipe.key_value_heads.split()]
-    pairs = (text, _text_config(own))
+    pairs = (text, text_config(own))
     values = {n: tuple(getattr(each, n, None) for each in pairs) for n in names}
     apart = {n: pair for n, pair in values.items() if pair[0] != pair[1]}
     if type(given) is not type(own) or apart:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +31,7 @@ from slapo.model_schedule.options import (
     has_layers,
 )
 from slapo.model_schedule.plans import split_by_plan
-from slapo.model_schedule.recipe import Recipe
+from slapo.model_schedule.recipe import Recipe, Stack
 from slapo.model_schedule.splits import split
 from slapo.model_schedule.stage_cuts import chosen_cuts, cut, even_cuts, layer_costs
 from slapo.op.attention import check_available
@@ -175,7 +176,7 @@ class _RecipeRun:
                 for region in stack.regions:
                     verbs.split_region(layer, region, self.spreads, key_values, here)
             if self.spreads:
-                verbs.spread_tokens(self.base, stack, layers)
+                verbs.spread_tokens(self.base, stack, layers, _is_of_a_region(stack))
             if stack.reads and not here:
                 path, _, name = stack.reads.partition(":")
                 self.base[path].sync("bwd_post", "all_reduce", argument=[name])
@@ -283,6 +284,11 @@ def inputs_for(sch: Schedule, options: Options, config: Any) -> dict[str, Any]:
     length = sch.world_size * math.ceil(6 / sch.world_size)
     sizes: Any = {"batch": 2, "length": length, "decoder_length": length}
     return example_inputs(sch.mod, config=config, **sizes, device="cpu")
+
+
+def _is_of_a_region(stack: Stack) -> Callable[[Schedule, str], bool]:
+    known = {"", *(path for region in stack.regions for path in region.paths)}
+    return lambda layer, path: path in known
 
 
 def chosen(paths: list[str], ratio: float, method: str) -> list[str]:

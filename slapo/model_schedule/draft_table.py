@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from slapo.derive.axes import Term, axes_in, is_sharded, size_of
 from slapo.derive.collectives import ROW_LAYERS
 from slapo.derive.derivation import Derivation
 from slapo.derive.sizes import formula_of
 from slapo.errors import SlapoError
+from slapo.history import contains, numberless
 from slapo.model_schedule.auto import lists_of_layers
 from slapo.model_schedule.recipe import Recipe, Stack
 from slapo.model_schedule.splits import value_of
+from slapo.weights.slots import own_slots
 
 
 def recipe_of_derivation(derivation: Derivation, base: str) -> Recipe:
@@ -45,7 +46,7 @@ def recipe_of_derivation(derivation: Derivation, base: str) -> Recipe:
     refuses = {}
     if not stacks or not all(stack.last for stack in stacks):
         refuses["sequence_parallel"] = "the draft has found no norm behind the last layer"
-    around = [p for p in words if any(_is_around(p, within + stack.layers) for stack in stacks)]
+    around = [p for p in words if any(contains(p, within + stack.layers) for stack in stacks)]
     if around:
         refuses["pipeline_cuts"] = f"gradients are summed around all layers, at {around}"
     return Recipe(
@@ -56,10 +57,6 @@ def recipe_of_derivation(derivation: Derivation, base: str) -> Recipe:
         refuses=refuses,
         splits=_globbed({f"{p}.".removeprefix(within)[:-1]: w for p, w in words.items()}, every),
     )
-
-
-def _is_around(path: str, inner: str) -> bool:
-    return not path or f"{inner}.".startswith(f"{path}.")
 
 
 def _last(derivation: Derivation, within: str, path: str) -> str:
@@ -87,11 +84,6 @@ def _globbed(words: Mapping[str, str], every: list[str]) -> dict[str, str]:
         is_same = {words.get(each) for each in alike[pattern]} == {said}
         found[pattern if is_same else path] = said
     return found
-
-
-def numberless(path: str) -> str:
-    """A path with ``*`` for numbers."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 class _Words:
@@ -124,7 +116,8 @@ class _Words:
             out = 1 if type(module).__name__ == "Conv1D" else 0
             blocks_of = {leaf: self._blocks(owner, each) for leaf, (_, each) in tensors.items()}
             axes = {leaf: axis for leaf, (axis, _) in tensors.items()}
-            own = {name: out if t.dim() > 1 else 0 for name, t in _tensors(module) if t.dim()}
+            dims = {slot.leaf: slot.tensor.dim() for slot in own_slots(module)}
+            own = {leaf: out if count > 1 else 0 for leaf, count in dims.items() if count}
             is_row = axes == {"weight": 1 - out} and type(module).__name__ in ROW_LAYERS
             if axes == own and len(set(blocks_of.values())) == 1:
                 shown = next(iter(blocks_of.values()))
@@ -201,11 +194,6 @@ class _Words:
 
     def _sharded_axes(self, block: Term) -> Iterator[str]:
         return (axis.name for axis in axes_in(block) if axis in self.derivation.chosen)
-
-
-def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    tables = (module._parameters, module._buffers)
-    return [(n, t) for table in tables for n, t in table.items() if t is not None]
 
 
 def _gives(formula: str, size: int, around: list[nn.Module]) -> bool:

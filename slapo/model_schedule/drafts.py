@@ -22,11 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from slapo.agreement import gathered
 from slapo.derive.derivation import Derivation, derive
 from slapo.errors import PlacementError, SlapoError
-from slapo.history import describe
+from slapo.example_inputs import text_config
+from slapo.history import describe, numberless
 from slapo.logger import only_from
 from slapo.model_schedule.apply import apply_recipe, base_path
 from slapo.model_schedule.auto import prove
-from slapo.model_schedule.draft_table import numberless, recipe_of_derivation
+from slapo.model_schedule.draft_table import recipe_of_derivation
 from slapo.model_schedule.options import Options
 from slapo.model_schedule.recipe import Recipe
 from slapo.model_schedule.registry import recipe_keys
@@ -37,6 +38,7 @@ from slapo.utils.calls import as_call, refuse_batch
 from slapo.utils.raised import running_in
 from slapo.verify.placement.fake_parameters import REAL_BYTES
 from slapo.verify.placement.offline import check_at
+from slapo.weights.slots import replacements
 
 #: So often a draft is derived anew, without the axes that the check refused.
 _TRIES = 8
@@ -87,7 +89,7 @@ class Draft:
         return _program(self)
 
     def summary(self) -> str:
-        """What is sharded and what is not, in a few lines."""
+        """The share that is sharded, and the matrices that are not, in a few lines."""
         lines = [
             f"{self.model} on {self.ranks} ranks: {self.share:.0%} of the parameters' bytes are "
             f"sharded, with {self.collectives} collectives in a forward and a backward pass"
@@ -309,23 +311,16 @@ def _axes_at(derivation: Derivation, path: str) -> list[str]:
 
 
 def _apply(recipe: Recipe, sch: Schedule) -> None:
-    model: Any = sch.mod
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    options = Options(kernels=False, check=False)
-    apply_recipe(sch, recipe, options, text, base_path(model, ""))
+    config = text_config(getattr(sch.mod, "config", None))
+    apply_recipe(sch, recipe, Options(kernels=False, check=False), config, base_path(sch.mod, ""))
 
 
 def blank_copy(model: nn.Module) -> nn.Module:
     """A copy, without weights if these are large."""
     tensors = [*model.parameters(), *model.buffers()]
-    memo: dict[int, Any] = {}
-    if sum(tensor.numel() * tensor.element_size() for tensor in tensors) > REAL_BYTES:
-        for tensor in tensors:
-            empty = tensor.detach().to("meta")
-            is_parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-    return copy.deepcopy(model, memo)
+    if sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= REAL_BYTES:
+        return copy.deepcopy(model)
+    return copy.deepcopy(model, replacements(model, lambda tensor: tensor.detach().to("meta")))
 
 
 def _count(derivation: Derivation) -> int:

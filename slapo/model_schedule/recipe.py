@@ -140,7 +140,7 @@ class Recipe:
     plan
         In place of regions: path -> style, as configs of Transformers carry it; digits are ``*``.
     splits
-        Beside regions: path of modules -> what is sharded and summed there, in the words of
+        In place of regions: path of modules -> what is sharded and summed there, in the words of
         :mod:`slapo.model_schedule.splits`, as :func:`slapo.draft` writes it.
     """
 

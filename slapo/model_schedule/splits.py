@@ -10,9 +10,9 @@
 ``sum_grad(a, b)``        Sum the gradients of these arguments of the module.
 ``sum_output_grad``       Sum the gradient of the output.
 ``partial(weight)``       A whole parameter whose gradient is summed at each step.
-``divide(num_heads)``     Attributes of which each rank has its share; ``config.num_heads`` is one
-                          of the module's config, of which it gets a copy.
-``fork_rng``              Draw random numbers of this rank's own.
+``divide(num_heads)``     Divide attributes by the number of ranks; ``config.num_heads`` is one of
+                          the config, which is copied for the module.
+``fork_rng``              Draw other random values on each rank.
 ========================  =====================================================================
 
 Sizes of blocks are numbers, or formulas of attributes: ``num_heads*head_dim``. Each name is that of
@@ -30,11 +30,13 @@ from typing import Any
 
 from torch import nn
 
+from slapo.errors import with_nearest
 from slapo.history import contains
 from slapo.model_schedule.recipe import TOKENS, Stack
-from slapo.model_schedule.tensor_parallel import deal_out, split_column, split_row, sum_gradients
+from slapo.model_schedule.tensor_parallel import split_column, split_row, spread_tokens
 from slapo.schedule import Schedule
 from slapo.sharding.state import shards_of
+from slapo.wrapper import innermost
 
 #: A word, and its arguments as expressions.
 Word = tuple[str, list[ast.expr]]
@@ -70,7 +72,9 @@ def words_of(text: str) -> list[Word]:
     for each in found:
         name = each.func if isinstance(each, ast.Call) else each
         if not isinstance(name, ast.Name) or name.id not in _KNOWN:
-            raise ValueError(f"{ast.unparse(each)!r} in {text!r} is none of {sorted(_KNOWN)}")
+            known, word = sorted(_KNOWN), ast.unparse(name)
+            rest = f"{word!r} in {text!r} is no word of a table; the words are {known}"
+            raise ValueError(with_nearest(word, known, rest))
         words.append((name.id, each.args if isinstance(each, ast.Call) else []))
     return words
 
@@ -92,7 +96,7 @@ def split(
     stacks
         The layers of each stack.
     tokens
-        Whether tokens are sharded too between the modules that the table names.
+        True to shard tokens too, between the modules that the table names.
 
     Raises
     ------
@@ -131,15 +135,12 @@ class _Split:
             for child in layer.child.values()
             if child.child and found and _needs_wholes(child, found)
         ]
-        self.gathered = [f"{block.path}." for block in self.wholes]
-        self._layers = tuple(f"{layer.path}." for layer in layers)
-        self._wholes = tuple(self.gathered)
+        self.gathered = [block.path for block in self.wholes]
+        self._layers, self._wholes = {layer.path for layer in layers}, {*self.gathered}
 
     def _has_tokens(self, node: Schedule) -> bool:
         """Return whether tokens are sharded around a module."""
-        path = f"{node.path}."
-        is_inside = bool(self._layers) and path.startswith(self._layers)
-        return is_inside and not (self._wholes and path.startswith(self._wholes))
+        return _is_within(node.path, self._layers) and not _is_within(node.path, self._wholes)
 
     def apply(self, node: Schedule, name: str, arguments: list[ast.expr]) -> None:
         """Carry out a word; tokens that are sharded there are gathered first, and scattered."""
@@ -163,7 +164,7 @@ class _Split:
                 names = []  # a kernel has taken the module's place, and its input has another name
             if has_tokens:
                 node.sync("fwd_pre", "all_gather", axis=TOKENS, argument=names or None)
-                self.gathered.append(f"{node.path}.")
+                self.gathered.append(node.path)
             else:
                 node.sync("bwd_post", "all_reduce", argument=names or None)
         elif name == "sum_output_grad":
@@ -179,19 +180,23 @@ class _Split:
 
     def spread_tokens(self) -> None:
         """Tokens are sharded from the first layer to the last: as a recipe's regions do it."""
-        gathered = tuple(self.gathered)
         for block in self.wholes:
             block.sync("fwd_pre", "all_gather", axis=TOKENS, tensor_parallel_output_grad=False)
             block.sync("fwd_post", "scatter", axis=TOKENS)
+        gathered = set(self.gathered)
+
+        def sees_all(layer: Schedule, name: str) -> bool:
+            node = layer[name] if name else layer
+            return _is_within(node.path, gathered) or bool(shards_of(innermost(node.mod)))
+
         for stack, layers in self.stacks.items():
-            for layer in layers:
-                for name, module in layer.mod.named_modules():
-                    path = f"{layer.path}.{name}" if name else layer.path
-                    inside = f"{path}.".startswith(gathered) or shards_of(module)
-                    if module._parameters and not inside:
-                        sum_gradients(layer[name] if name else layer)
-                layer.fork_rng()  # dropout acts on other tokens on each rank
-            deal_out(self.base, stack, layers)
+            spread_tokens(self.base, stack, layers, sees_all)
+
+
+def _is_within(path: str, around: set[str]) -> bool:
+    """Return whether a module, or one around it, is among some."""
+    parts = path.split(".")
+    return any(".".join(parts[:count]) in around for count in range(1, len(parts) + 1))
 
 
 def _needs_wholes(block: Schedule, found: list[tuple[Schedule, list[Word]]]) -> bool:
@@ -227,7 +232,10 @@ def number_of(node: Schedule, formula: ast.expr) -> int:
     while parent is not None:
         around.append(parent.mod)
         parent = parent.parent
-    return value_of(formula, around)
+    try:
+        return value_of(formula, around)
+    except ValueError as error:
+        raise ValueError(f"{node.path!r}: {error}") from None
 
 
 def value_of(formula: ast.expr, around: list[nn.Module]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -158,21 +159,26 @@ def sum_gradients(node: Schedule) -> None:
 
 
 # --- tokens --------------------------------------------------------------------------------------
-def spread_tokens(base: Schedule, stack: Stack, layers: list[Schedule]) -> None:
+def spread_tokens(
+    base: Schedule,
+    stack: Stack,
+    layers: list[Schedule],
+    sees_all: Callable[[Schedule, str], bool],
+) -> None:
     """Each rank keeps a part of the tokens from the first layer to the last.
 
     Models make positions and masks from the embeddings, so these stay whole: tokens are dealt out
-    at the first layer, and gathered at the end, where each rank goes on with all of them.
+    at the first layer, and gathered at the end, where each rank goes on with all of them. Modules
+    of a layer for which ``sees_all(layer, path)`` is true have all tokens, or slices of parameters.
 
     Notes
     -----
     Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022).
     """
-    split = frozenset[str]().union(*(region.paths for region in stack.regions))
     for layer in layers:
         for name, module in layer.mod.named_modules():
-            if name and name not in split and module._parameters:
-                sum_gradients(layer[name])
+            if module._parameters and not sees_all(layer, name):
+                sum_gradients(layer[name] if name else layer)
         layer.fork_rng()  # dropout acts on other tokens on each rank
     deal_out(base, stack, layers)
 

@@ -84,6 +84,18 @@ def compiled_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(found.values())
 
 
+def replacements(model: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[int, Any]:
+    """Other tensors by the ids of a model's own, for ``copy.deepcopy``; tied ones stay tied."""
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor)]
+    found: dict[int, Any] = {}
+    for tensor in tensors:
+        made = make(tensor)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        found[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+    return found
+
+
 @contextmanager
 def exchanged(
     places: Iterable[Slot], make: Callable[[Slot], Tensor], keeps_ties: bool = True

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo
+from benchmark.plan_ranks import sharded_share
 from slapo.command import main
 from slapo.model_schedule import apply_schedule, recipe_of, unregister
 from slapo.model_schedule.drafts import Draft, draft_in_group
@@ -135,10 +136,7 @@ def hand_written(rank: int, world_size: int, keys: list[str]) -> dict[str, tuple
         model = MODELS[key]
         drafted = draft_in_group(model.build(), model.inputs(3, 12), dist.group.WORLD)
         sch = apply_schedule(model.build(), key, group=dist.group.WORLD)
-        sizes = [(p.numel(), getattr(p, "orig_shape", p.shape)) for p in sch.mod.parameters()]
-        wholes = [torch.Size(shape).numel() for _, shape in sizes]
-        split = sum(w for (n, _), w in zip(sizes, wholes, strict=True) if n != w)
-        found[key] = drafted.share, split / sum(wholes)
+        found[key] = drafted.share, sharded_share(sch.mod)
     return found
 
 
@@ -316,7 +314,7 @@ def test_an_operation_of_ones_own() -> None:
     odd.register_autograd(lambda ctx, grad: grad * 3)
     drafted = slapo.draft(own(Odd), ids())
     assert "no axis rule for slapo_tests::odd" in drafted.left_whole["blocks.0.up.weight"][0]
-    slapo.register_axis_rule("slapo_tests::odd", lambda call: [call.dims[0]])
+    slapo.register_axis_rule("slapo_tests::odd", lambda call: [call.axes[0]])
     slapo.register_place_rule("slapo_tests::odd", lambda call: call.places[0])
     drafted = slapo.draft(own(Odd), ids())
     assert drafted.recipe.splits["blocks.*.up"] == "columns"
@@ -374,7 +372,7 @@ def test_a_recipe_of_another_model() -> None:
 
 @pytest.mark.parametrize("text", ["column", "columns(", "rows(a)(b)", "'rows'"])
 def test_words_that_there_are_not(text: str) -> None:
-    with pytest.raises(ValueError, match=r"none of|not a list of words"):
+    with pytest.raises(ValueError, match=r"no word of a table|not a list of words"):
         words_of(text)
 
 
@@ -405,6 +403,14 @@ def test_the_command_on_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
     STRANGERS["stablelm"].build(num_hidden_layers=6).config.save_pretrained(tmp_path)
     assert main(["draft", str(tmp_path)]) == 0
     assert '"layers.*.mlp.down_proj": "rows"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key", ["auto", "draft"])
+def test_keys_for_any_model_are_listed(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    assert f"\n{key} " in capsys.readouterr().out
+    assert main(["recipes", key]) == 0
+    assert "``ckpt_ratio``" in capsys.readouterr().out
 
 
 def test_recipes_are_shown(capsys: pytest.CaptureFixture[str]) -> None:

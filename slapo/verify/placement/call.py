@@ -22,8 +22,8 @@ from slapo.verify.placement.place import (
 
 
 @dataclass
-class Call:
-    """One call of an operation that has run on this rank."""
+class OperationCall:
+    """One call of an operation, as rules of all kinds see it."""
 
     #: the operation
     func: Any
@@ -33,11 +33,28 @@ class Call:
     #: as it was called
     args: Sequence[Any]
     kwargs: dict[str, Any]
-    #: tensors among the arguments, in order, and how they lie
+    #: tensors among the arguments, in order, and those that it returned
     tensors: list[Tensor]
-    places: list[Place]
-    #: tensors that it returned
     outs: list[Tensor]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An argument by its name in the operation's schema."""
+        return argument(self.func, self.args, self.kwargs, name, default)
+
+    def dims(self) -> set[int]:
+        """The dimensions that a reduction runs over."""
+        ndim, given = self.tensors[0].ndim, self.get("dim")
+        if given is None or given == []:
+            return set(range(ndim))
+        return {dim % ndim for dim in ([given] if isinstance(given, int) else given)}
+
+
+@dataclass
+class Call(OperationCall):
+    """One call of an operation that has run on this rank."""
+
+    #: how the tensors among the arguments are laid out
+    places: list[Place]
     #: this rank, and how many there are
     rank: int
     ranks: int
@@ -48,26 +65,20 @@ class Call:
     #: of a view in the backward pass, how the tensor lay whose gradient its result is
     of_gradient_of: Place | None = None
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """An argument by its name in the operation's schema."""
-        return argument(self.func, self.args, self.kwargs, name, default)
-
     def place(self, name: str) -> Place | None:
         """How the tensor of an argument lies; None where there is none."""
         value = self.get(name)
         pairs = zip(self.tensors, self.places, strict=True)
         return next((place for tensor, place in pairs if tensor is value), None)
 
-    def dims(self) -> set[int]:
-        """The dimensions that a reduction runs over."""
-        ndim, given = self.tensors[0].ndim, self.get("dim")
-        if given is None or given == []:
-            return set(range(ndim))
-        return {dim % ndim for dim in ([given] if isinstance(given, int) else given)}
-
     def misfit(self, why: str, fault: Fault | None = None) -> PlacementViolation:
         """An error to raise; what the operation was given is said before."""
         return PlacementViolation(why, fault)
+
+
+def qualified_name(operation: Any) -> str:
+    """The name of an operation, or of one of its overloads, with its namespace."""
+    return str(getattr(operation, "_qualified_op_name", None) or operation.name()).partition(".")[0]
 
 
 def argument(

@@ -83,7 +83,7 @@ class PlaceMode(OperationLog):
         tensors = tensors_in((args, kwargs))
         places = [place_of(tensor) for tensor in tensors]
         name = name_of(func)
-        call = Call(func, name, args, kwargs, tensors, places, [], self.rank, self.ranks)
+        call = Call(func, name, args, kwargs, tensors, [], places, self.rank, self.ranks)
         if name in _DRAWS or (name.startswith(ATTENTION) and "backward" not in name):
             call.draws_own = self._draws_own(call)
         try:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +12,25 @@ from torch import fx, nn
 
 from slapo.pipeline.pipelined import unstaged
 from slapo.wrapper import innermost
+
+
+@contextmanager
+def calls_followed(follow: Callable[..., Any]) -> Iterator[None]:
+    """Let ``follow(module, call, args, kwargs)`` run each call of a module within the block.
+
+    By the call itself and not by hooks: a module's own hooks, which hold collectives, run while it
+    is noted as running.
+    """
+    call = nn.Module.__call__
+
+    def following(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return follow(module, call, args, kwargs)
+
+    nn.Module.__call__ = following  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = call  # type: ignore[method-assign]
 
 
 class Paths:
@@ -34,24 +53,9 @@ class Paths:
         self._numbers: list[int] = []
         self._paths: list[str] = []
 
-    @contextmanager
-    def followed(self) -> Iterator[None]:
-        """Follow every call of a module that begins within the block.
-
-        By the call itself and not by hooks: a module's own hooks, which hold collectives, run
-        while it is told as running.
-        """
-        call = nn.Module.__call__
-        follow = self._follow
-
-        def following(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return follow(module, call, args, kwargs)
-
-        nn.Module.__call__ = following  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            nn.Module.__call__ = call  # type: ignore[method-assign]
+    def followed(self) -> AbstractContextManager[None]:
+        """Follow every call of a module that begins within the block."""
+        return calls_followed(self._follow)
 
     def _follow(self, module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
         around = self._running[-1] if self._running else ""

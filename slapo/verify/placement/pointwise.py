@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from slapo.verify.placement.call import Call, rule_for
+from slapo.verify.placement.call import Call, OperationCall, rule_for
 from slapo.verify.placement.place import (
     MASKED,
     MASKED_ELSEWHERE,
@@ -67,7 +67,7 @@ _ZERO: tuple[str, ...] = (
 _ZERO += ("new_empty_strided", "_efficientzerotensor")
 
 
-def is_pointwise(call: Call) -> bool:
+def is_pointwise(call: OperationCall) -> bool:
     """Return whether the operation works element by element."""
     return torch.Tag.pointwise in call.func.tags or call.name in _UNTAGGED
 

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from slapo.verify.placement.call import RULES, Call, Rule, by_rule, tensors_in
+from slapo.verify.placement.call import (
+    RULES,
+    Call,
+    Rule,
+    by_rule,
+    qualified_name,
+    tensors_in,
+)
 from slapo.verify.placement.mode import PlaceMode
 from slapo.verify.placement.place import NoRule, Place, PlacementViolation, place_of, put_place
 from slapo.verify.placement.sizes import OperationLog
@@ -75,12 +82,8 @@ def register_place_rule(operation: Any, rule: Rule, backward: Rule | None = None
     if is_function and backward is not None:
         _FUNCTIONS[operation] = (rule, backward)
         return
-    name = operation if isinstance(operation, str) else _name(operation)
+    name = operation if isinstance(operation, str) else qualified_name(operation)
     RULES[name.removeprefix("aten::")] = rule
-
-
-def _name(operation: Any) -> str:
-    return str(getattr(operation, "_qualified_op_name", None) or operation.name()).partition(".")[0]
 
 
 @contextmanager
@@ -117,7 +120,7 @@ def _ruled(
         if not isinstance(mode, PlaceMode):
             return result
         outs = tensors_in(result)
-        call = Call(None, shown, args, {}, tensors, places, outs, mode.rank, mode.ranks)
+        call = Call(None, shown, args, {}, tensors, outs, places, mode.rank, mode.ranks)
         saw_parts = not all(place.is_plain for place in places)
         if name == "forward":
             _mark(args[0], saw_parts)
