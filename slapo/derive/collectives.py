@@ -192,7 +192,7 @@ class _Backward:
             if _point(node) in self.result.gradients:
                 return WHOLE
             if node.kind == "exit" and not self.is_whole(output):
-                return ""
+                return WHOLE  # cut behind a module that gathers
             if not self.is_whole(output):
                 return PARTIAL
             return kinds.get(output, "")

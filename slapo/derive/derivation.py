@@ -31,6 +31,8 @@ class Derivation:
     collectives: Collectives
     #: attributes of modules that each rank divides
     divided: list[Key]
+    #: modules that gather their input and cut their output: path -> along which axis
+    gathering: dict[str, int]
     #: paths of embeddings whose rows are sharded, and of the layers that make logits
     tables: list[str]
     heads: list[str]
@@ -108,6 +110,9 @@ def derive(
 ) -> Derivation:
     """Derive a split for a number of ranks.
 
+    A norm over all features of a layer keeps that layer whole. Such a norm gathers its input and
+    cuts its output if more can be sharded then.
+
     Parameters
     ----------
     model
@@ -119,8 +124,37 @@ def derive(
     banned
         Names of axes to leave whole.
     """
+    plain = _derive(model, args, kwargs, ranks, banned, frozenset())
+    norms = _norms_behind_whole_layers(plain)
+    gathering = _derive(model, args, kwargs, ranks, banned, norms) if norms else plain
+    return gathering if gathering.share() > plain.share() else plain
+
+
+def _norms_behind_whole_layers(derivation: Derivation) -> frozenset[str]:
+    """Modules with vectors alone that run on what a layer returns whose weight stays whole."""
+    layers = {name.rpartition(".")[0] for name in derivation.left_whole()}
+    ends: set[int] = set()
+    found: set[str] = set()
+    for node in derivation.found.nodes:
+        call = node.call
+        if node.kind == "exit" and call.path in layers:
+            ends |= set(node.outputs)
+        elif node.kind == "entry" and call.is_leaf and ends.issuperset(node.inputs):
+            own = [parameter.dim() for parameter in call.module.parameters()]
+            found |= {call.path} if own and max(own) == 1 else set()
+    return frozenset(found)
+
+
+def _derive(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    ranks: int,
+    banned: set[str],
+    gathering: frozenset[str],
+) -> Derivation:
     tables, heads = vocabulary(model)
-    found = trace(model, args, kwargs, heads)
+    found = trace(model, args, kwargs, heads, gathering)
     for path in (*tables, *heads):
         for name in ("weight", "bias"):
             number = found.parameters.get(f"{path}.{name}")
@@ -142,12 +176,31 @@ def derive(
         try:
             collectives = place(found, chosen)
             divided = divided_attributes(found.uses, found.attributes, chosen, ranks)
+            gathered = _gathered_axes(found, chosen, gathering)
             break
         except (ImpossibleError, UnfitNumbersError) as error:
             given_up.append(str(error))
             names = {axis.name for axis in error.axes} or {axis.name for axis in chosen}
             banned |= names
-    return Derivation(found, ranks, chosen, collectives, divided, tables, list(heads), given_up)
+    return Derivation(
+        found, ranks, chosen, collectives, divided, gathered, tables, list(heads), given_up
+    )
+
+
+def _gathered_axes(found: Trace, chosen: Chosen, gathering: frozenset[str]) -> dict[str, int]:
+    """Path of a module that gathers -> the axis that is sharded around it, from the last one."""
+    axes: dict[str, int] = {}
+    for node in found.nodes:
+        if node.kind == "entry" and node.call.path in gathering:
+            dims = found.values[node.inputs[0]].dims
+            for number, term in enumerate(dims):
+                if not is_sharded(term, chosen):
+                    continue
+                if len(blocks_of(term, chosen) or ()) != 1:
+                    why = f"{node.call.path!r} would gather several blocks"
+                    raise ImpossibleError(why, [each for each in axes_in(term) if each in chosen])
+                axes[node.call.path] = number - len(dims)
+    return axes
 
 
 def _name_axes(found: Trace) -> None:

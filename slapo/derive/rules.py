@@ -22,7 +22,7 @@ from slapo.derive.axes import (
 )
 from slapo.verify.placement.call import OperationCall, qualified_name
 from slapo.verify.placement.pointwise import is_pointwise
-from slapo.verify.placement.reduction_rules import ATTENTION
+from slapo.verify.placement.reduction_rules import ATTENTION, OF_MATRICES
 
 #: The dimensions of a tensor.
 Dims = list[Term]
@@ -175,10 +175,15 @@ def _resized(call: AxisCall, out: Tensor, dims: Dims) -> Dims:
     return [term if size_of(term) == size else fresh(size, call.name) for term, size in pairs]
 
 
-@_rule("tril", "triu")
-def _triangles(call: AxisCall) -> list[Dims]:
-    call.keep_whole(*call.axes[0][-2:])
-    return [list(call.axes[0])]
+@_rule("tril", "triu", *OF_MATRICES)
+def _matrices(call: AxisCall) -> list[Dims]:
+    """Each matrix by itself."""
+    for dims in call.axes:
+        call.keep_whole(*dims[-2:])
+        for a, b in zip(call.axes[0][:-2], dims[:-2], strict=True):
+            call.same(a, b)
+    outer = call.axes[0][:-2]
+    return [[*outer, *(fresh(n, call.name) for n in o.shape[len(outer) :])] for o in call.outs]
 
 
 @_rule("sum", "mean", "amax", "amin", "max", "min", "any", "all", "prod", "argmax", "argmin")

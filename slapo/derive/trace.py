@@ -35,6 +35,8 @@ class Value:
     dims: Dims
     needs_grad: bool = False
     is_parameter: bool = False
+    #: the operation that made it of what needs a gradient, while none were recorded
+    unrecorded: Node | None = None
 
 
 @dataclass(eq=False)
@@ -81,7 +83,11 @@ class Trace:
 
 
 def trace(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], heads: dict[str, int]
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    heads: dict[str, int],
+    gathering: frozenset[str] = frozenset(),
 ) -> Trace:
     """Run a model forward, on stand-ins of its weights, and follow its axes.
 
@@ -93,9 +99,11 @@ def trace(
         Inputs.
     heads
         Path of a layer -> size of its last dimension, which is gathered behind it.
+    gathering
+        Paths of modules that run on whole tensors, whatever is sharded around them.
     """
     found, stand_ins = Trace(model), FakeParameters(model)
-    mode = _Mode(found, heads)
+    mode = _Mode(found, heads, gathering)
     with ExitStack() as stack:
         if not model.training:
             stack.enter_context(in_mode(model, True))
@@ -133,9 +141,11 @@ _NO_VIEWS = MAKERS | {"rand_like", "randn_like"}
 class _Mode(TorchDispatchMode):
     """Gives every tensor its axes as operations run."""
 
-    def __init__(self, found: Trace, heads: dict[str, int]) -> None:
+    def __init__(
+        self, found: Trace, heads: dict[str, int], gathering: frozenset[str] = frozenset()
+    ) -> None:
         super().__init__()
-        self.found, self.heads = found, heads
+        self.found, self.heads, self.gathering = found, heads, gathering
         self.names: dict[int, str] = {}
         for path, module in found.model.named_modules():
             self.names.setdefault(id(module), path)
@@ -159,7 +169,19 @@ class _Mode(TorchDispatchMode):
             path = self.running[-1].path
             why = f"a tensor made outside the pass, used in {path!r}"
             self.add(tensor, Value([fresh(size, why) for size in tensor.shape]))
-        return self.numbers[id(tensor)]
+        number = self.numbers[id(tensor)]
+        if tensor.requires_grad:
+            self._record(number)
+        return number
+
+    def _record(self, number: int) -> None:
+        """A value that has a gradient after all: the operations before it ran in a Function."""
+        value = self.found.values[number]
+        node, value.unrecorded = value.unrecorded, None
+        if node is not None:
+            value.needs_grad = True
+            for before in node.inputs:
+                self._record(before)
 
     def dims(self, tensor: Tensor) -> Dims:
         """The dimensions of a tensor."""
@@ -208,8 +230,10 @@ class _Mode(TorchDispatchMode):
             [value.is_parameter for value in values],
         )
         found = self._by_rule(call)
-        differentiates = torch.is_grad_enabled() and call.name != "detach"
-        needs_grad = differentiates and any(value.needs_grad for value in values)
+        comes_of_some = call.name != "detach" and any(
+            value.needs_grad or value.unrecorded for value in values
+        )
+        needs_grad = torch.is_grad_enabled() and comes_of_some
         is_view = len(values) == 1 and values[0].is_parameter and call.name not in _NO_VIEWS
         node = Node("operation", call.name, inputs, [], self.running[-1], call.contracted)
         for tensor, dims in zip(outs, found, strict=True):
@@ -217,6 +241,8 @@ class _Mode(TorchDispatchMode):
                 in_place(self.dims(tensor), dims, call.name)
             is_float = tensor.is_floating_point() or tensor.is_complex()
             value = Value(dims, needs_grad and is_float, is_view)
+            if is_float and comes_of_some and not needs_grad:
+                value.unrecorded = node
             node.outputs.append(self.add(tensor, value))
         self.found.nodes.append(node)
         return out
@@ -252,6 +278,10 @@ class _Mode(TorchDispatchMode):
             number = inside.get(id(tensor), self.number(tensor))
             value = self.found.values[number]
             dims = list(value.dims)
+            if path in self.gathering:  # the output is cut as the input was
+                outside = [self.found.values[old].dims for old, _ in entered.values()]
+                like = (o for o in outside if [size_of(term) for term in o] == [*tensor.shape])
+                dims = list(next(like, dims))
             if self.heads.get(path) == tensor.shape[-1]:
                 dims[-1] = fresh(tensor.shape[-1], "gathered logits")
             new = self.add(tensor, Value(dims, value.needs_grad))
@@ -268,7 +298,10 @@ class _Mode(TorchDispatchMode):
                     continue
                 old = self.number(tensor)
                 value = self.found.values[old]
-                new = self.add(tensor, Value(value.dims, value.needs_grad))
+                dims = value.dims
+                if here.path in self.gathering:
+                    dims = [fresh(size, f"whole in {here.path!r}") for size in tensor.shape]
+                new = self.add(tensor, Value(dims, value.needs_grad))
                 entered[id(tensor)] = (old, new)
                 shown = name if tensor is argument else ""
                 self.found.nodes.append(Node("entry", shown, [old], [new], here))

@@ -44,8 +44,8 @@ def recipe_of_derivation(derivation: Derivation, base: str) -> Recipe:
         for path in lists_of_layers(model.get_submodule(base))
     )
     refuses = {}
-    if not stacks or not all(stack.last for stack in stacks):
-        refuses["sequence_parallel"] = "the draft has found no norm behind the last layer"
+    if not stacks:
+        refuses["sequence_parallel"] = "the draft has found no list of layers"
     around = [p for p in words if any(contains(p, within + stack.layers) for stack in stacks)]
     if around:
         refuses["pipeline_cuts"] = f"gradients are summed around all layers, at {around}"
@@ -60,17 +60,25 @@ def recipe_of_derivation(derivation: Derivation, base: str) -> Recipe:
 
 
 def _last(derivation: Derivation, within: str, path: str) -> str:
-    """Path of the module that takes the output of the last layer: a norm."""
+    """Path of the module that takes the output of the last layer, and runs once: a norm."""
+    nodes = derivation.found.nodes
     count = len(derivation.found.model.get_submodule(within + path))  # type: ignore[arg-type]
     final, outputs = f"{within}{path}.{count - 1}", set[int]()
-    for node in derivation.found.nodes:
+    for node in nodes:
         goes_on = bool(outputs) and outputs.issuperset(node.inputs)
         if node.kind == "exit" and (goes_on or node.call.path == final):
             outputs |= set(node.outputs)
-        elif node.kind == "entry" and goes_on and node.call.module._parameters:
+        elif node.kind == "entry" and goes_on and _is_norm(node.call.module):
             norm = node.call.path
-            return norm.removeprefix(within) if norm.startswith(within) else ""
+            calls = {id(each.call) for each in nodes if each.call.path == norm}
+            is_one = norm.startswith(within) and len(calls) == 1
+            return norm.removeprefix(within) if is_one else ""
     return ""
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Return whether it may be one, and is no dropout or empty module in front of one."""
+    return bool(module._parameters) or "Norm" in type(module).__name__
 
 
 def _globbed(words: Mapping[str, str], every: list[str]) -> dict[str, str]:
@@ -99,6 +107,8 @@ class _Words:
         self._shards()
         for path in self.sums:
             self.said[path].append("sum")
+        for path, axis in self.derivation.gathering.items():
+            self.said[path].append(f"whole({axis})")
         self._gradients()
         self._numbers()
         self._dropouts()

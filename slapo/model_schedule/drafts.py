@@ -329,6 +329,7 @@ def _count(derivation: Derivation) -> int:
     return (
         len(placed.sums)
         + len(placed.gradients)
+        + 2 * len(derivation.gathering)
         + len(derivation.tables)
         + 2 * len(derivation.heads)
     )

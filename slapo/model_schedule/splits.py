@@ -7,6 +7,7 @@
 ``rows``                  Shard the weight of a layer by input features, and sum its output.
 ``shard(name, axis)``     Shard one tensor; further arguments are blocks as for ``columns``.
 ``sum``                   Sum the output over the ranks.
+``whole(axis)``           Gather the input along an axis that is sharded, and cut the output there.
 ``sum_grad(a, b)``        Sum the gradients of these arguments of the module.
 ``sum_output_grad``       Sum the gradient of the output.
 ``partial(weight)``       A whole parameter whose gradient is summed at each step.
@@ -48,7 +49,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.FloorDiv: operator.floordiv,
 }
 _KNOWN = {"columns", "rows", "shard", "sum", "sum_grad", "sum_output_grad"}
-_KNOWN |= {"partial", "divide", "fork_rng"}
+_KNOWN |= {"partial", "divide", "fork_rng", "whole"}
 
 
 def words_of(text: str) -> list[Word]:
@@ -107,6 +108,8 @@ def split(
     for path, text in splits.items():
         found += [(node, words_of(text)) for node in (base.select(path) if path else [base])]
     run = _Split(base, stacks, found if tokens else None)
+    for block in run.wholes:
+        block.sync("fwd_pre", "all_gather", axis=TOKENS, tensor_parallel_output_grad=False)
     # Sizes of blocks are those of the whole model: numbers are divided at the end.
     for later in (False, True):
         for node, words in found:
@@ -167,6 +170,10 @@ class _Split:
                 self.gathered.append(node.path)
             else:
                 node.sync("bwd_post", "all_reduce", argument=names or None)
+        elif name == "whole":
+            axis = ast.literal_eval(arguments[0])
+            node.sync("fwd_pre", "all_gather", axis=axis, tensor_parallel_output_grad=False)
+            node.sync("fwd_post", "scatter", axis=axis)
         elif name == "sum_output_grad":
             kind = "all_gather" if has_tokens else "all_reduce_grad"
             node.sync("fwd_post", kind, **({"axis": TOKENS} if has_tokens else {}))
@@ -181,7 +188,6 @@ class _Split:
     def spread_tokens(self) -> None:
         """Tokens are sharded from the first layer to the last: as a recipe's regions do it."""
         for block in self.wholes:
-            block.sync("fwd_pre", "all_gather", axis=TOKENS, tensor_parallel_output_grad=False)
             block.sync("fwd_post", "scatter", axis=TOKENS)
         gathered = set(self.gathered)
 
@@ -200,11 +206,16 @@ def _is_within(path: str, around: set[str]) -> bool:
 
 
 def _needs_wholes(block: Schedule, found: list[tuple[Schedule, list[Word]]]) -> bool:
-    """Return whether a block takes tokens at several places, as experts and their router do."""
-    inside = [words for node, words in found if contains(block.path, node.path)]
-    entries = [arguments for words in inside for name, arguments in words if name == "sum_grad"]
-    sends = any(name == "sum_output_grad" for words in inside for name, _ in words)
-    return sends or len(entries) > 1 or any(len(arguments) > 1 for arguments in entries)
+    """Return whether a block takes tokens elsewhere than at its own one entry, or stays whole."""
+    inside = [(node.path, words) for node, words in found if contains(block.path, node.path)]
+    said = [(path, name, len(given)) for path, words in inside for name, given in words]
+    entries = [each for each in said if each[1] in ("sum_grad", "sum_output_grad")]
+    sums = {(path, name) for path, name, _ in said if name in ("rows", "sum")}
+    if any(name == "sum" and path != block.path for path, name in sums):
+        return True  # of experts, say, which may have made one dimension of batch and tokens
+    if sums and not entries:
+        return False  # the module before it gathers for several blocks
+    return entries != [(block.path, "sum_grad", 1)]
 
 
 def _blocks(node: Schedule, arguments: list[ast.expr]) -> Any:

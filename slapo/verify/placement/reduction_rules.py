@@ -82,6 +82,32 @@ def softmax(call: Call) -> list[Place]:
     return [first] * len(call.outs)
 
 
+@rule_for("tril", "triu")
+def triangle(call: Call) -> list[Place]:
+    """Linear, and of each matrix of a batch by itself."""
+    place = call.places[0]
+    if place.is_slice and place.dim >= call.tensors[0].ndim - 2:
+        raise call.misfit("it needs whole matrices on one rank")
+    return [place]
+
+
+#: Operations on each matrix of a batch by itself.
+OF_MATRICES = ("linalg_solve_triangular", "linalg_inv_ex", "linalg_cholesky_ex")
+OF_MATRICES += ("linalg_matrix_exp",)
+
+
+@rule_for(*OF_MATRICES)
+def of_matrices(call: Call) -> list[Place]:
+    """Each matrix by itself: sliced along the dimensions before the last two."""
+    first = call.places[0]
+    if not all(place.is_slice and place.same(first) for place in call.places):
+        raise call.misfit("it is not linear, and its inputs are partial sums or lie differently")
+    ndims = {tensor.ndim for tensor in call.tensors}
+    if len(ndims) > 1 or first.dim >= call.tensors[0].ndim - 2:
+        raise call.misfit("it needs whole matrices on one rank")
+    return [first] * len(call.outs)
+
+
 @rule_for("native_layer_norm", "_fused_rms_norm", "rms_norm")
 @rule_for("native_layer_norm_backward", "_fused_rms_norm_backward")
 def norm(call: Call) -> list[Place]:
