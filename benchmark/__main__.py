@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmark import (
     check,
+    drafts,
     dry_run,
     engines,
     families,
@@ -21,7 +22,6 @@ from benchmark import (
     nodes,
     partition,
     pipeline,
-    plans,
     report,
     scheduling,
     step_time,
@@ -49,8 +49,8 @@ BENCHMARKS: dict[str, Callable[[bool, Progress], Result]] = {
 #: These have options of their own.
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "families": families.main,
+    "drafts": drafts.main,
     "kernels": kernels.main,
-    "plans": plans.main,
     "verify": verify.main,
     "train": train.main,
     "nodes": nodes.main,

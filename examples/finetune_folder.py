@@ -5,7 +5,7 @@
 
 The folder is what ``save_pretrained`` writes: ``config.json``, safetensors, and a tokenizer if
 there is one; without, tokens are bytes. Layers and vocabulary are split over ``--tp`` ranks by the
-recipe of the family, or by the plan in the model's config; the other ranks are replicas that see
+recipe of the family, or by a draft; the other ranks are replicas that see
 other text. Nothing is downloaded: without ``--text`` it reads the source of Python's own library.
 """
 
@@ -34,7 +34,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import slapo
 from examples.text import BYTES, Batches, standard_library
-from slapo.model_schedule import apply_schedule, recipe_keys
+from slapo.model_schedule import apply_schedule
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: Share of the text, at its end, that is kept for the evaluation.
@@ -68,8 +68,7 @@ def run(args: argparse.Namespace) -> None:
         # In float32, which small steps of the optimizer need.
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     slapo.set_random_seed(args.seed, mesh=mesh)
-    key = config.model_type if config.model_type in recipe_keys() else "auto"
-    sch = apply_schedule(model, key, mesh=mesh, ckpt_ratio=args.checkpoint_ratio)
+    sch = apply_schedule(model, "auto", mesh=mesh, ckpt_ratio=args.checkpoint_ratio)
     model.config.use_cache = False  # it is for generation
     # Each rank reads its slices only; nothing may be random.
     slapo.load_pretrained(sch, args.model, missing="error")
@@ -91,7 +90,7 @@ def run(args: argparse.Namespace) -> None:
     before = evaluate()
     train(engine, endless(draw), args.steps, before)
     after = evaluate()
-    say(f"{key}: loss of text that it has not seen {before:.4f} -> {after:.4f}")
+    say(f"{config.model_type}: loss of text that it has not seen {before:.4f} -> {after:.4f}")
     slapo.save_pretrained(engine, args.output, dtype=dtype)
     if tokenizer is not None and dist.get_rank() == 0:
         tokenizer.save_pretrained(args.output)

@@ -22,7 +22,7 @@ from slapo.weights.meta import init_empty_weights
 
 #: Keys of ``apply_schedule`` that are no families.
 _OTHERS = {
-    AUTO: "Any model: by the plan of its config, the recipe of its family or a draft.",
+    AUTO: "Any model: by the recipe of its family, or else a draft.",
     DRAFT: "Any model: by a schedule that is derived from it, see slapo draft.",
 }
 

@@ -115,7 +115,7 @@ def _run(parts: StageParts, state: _State, layout: Layout, stage: int) -> tuple[
             peak = max(peak, alive + segment.peak + extra + state.whole(step, "B"))
             extra = state.reducing
             alive += segment.delta
-            if state.kept is not None:
+            if state.kept is not None and number in (0, count - 1):  # no change in between
                 change = _kept(step, state, number, count)
                 alive += change
                 gradients += change

@@ -160,9 +160,7 @@ class DryRun:
 def _table(data: Mapping[str, Any]) -> str:
     layout, stages, tokens = data["layout"], data["stages"], data["tokens_per_second"]
     sizes = ["pp", "dp", "tp", "batch", *(["length"] if tokens else []), "micro_batches"]
-    engine = layout["target"]
-    engine += f" ZeRO {layout['zero']}" if layout["zero"] else ""
-    engine += " FSDP2" if layout["data_parallel"] == "fsdp" else ""
+    engine = engine_of(Layout(**layout))
     engine += f", {layout['schedule']}" if layout["pp"] > 1 else ""
     seconds = data["seconds"]
     times = {name: value for name, value in seconds.items() if value or name == "total"}
@@ -174,15 +172,15 @@ def _table(data: Mapping[str, Any]) -> str:
             f"  {', '.join(f'{name} {layout[name]}' for name in sizes)}; {engine}",
             "",
             "memory of a rank",
-            *_aligned(
+            *aligned(
                 ["stage", *stages[0]],
-                *([str(n), *map(_size, stage.values())] for n, stage in enumerate(stages)),
+                *([str(n), *map(size_of, stage.values())] for n, stage in enumerate(stages)),
             ),
-            f"{'fits' if data['fits'] else 'DOES NOT FIT'}: {_size(data['peak'])} of "
-            f"{_size(data['memory'])} (of which {_size(data['capacity'])} are used at most)",
+            f"{'fits' if data['fits'] else 'DOES NOT FIT'}: {size_of(data['peak'])} of "
+            f"{size_of(data['memory'])} (of which {size_of(data['capacity'])} are used at most)",
             "",
             "time of a step",
-            *_aligned(
+            *aligned(
                 *(
                     [name.replace("_", " "), _seconds(value), f"{value / seconds['total']:.1%}"]
                     for name, value in times.items()
@@ -194,14 +192,22 @@ def _table(data: Mapping[str, Any]) -> str:
     )
 
 
-def _aligned(*rows: list[str]) -> list[str]:
+def engine_of(layout: Layout) -> str:
+    """The engine in words."""
+    more = f" ZeRO {layout.zero}" if layout.zero else ""
+    return layout.target + more + (" FSDP2" if layout.data_parallel == "fsdp" else "")
+
+
+def aligned(*rows: list[str]) -> list[str]:
+    """Rows of a table as lines."""
     first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(["", name.ljust(first), *map(str.rjust, cells, others)]) for name, *cells in rows
     ]
 
 
-def _size(size: float) -> str:
+def size_of(size: float) -> str:
+    """Bytes in words."""
     if size >= 2**30:
         return f"{size / 2**30:.2f} GiB"
     return f"{size / 2**20:.1f} MiB" if size else "0"

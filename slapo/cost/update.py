@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -72,8 +73,10 @@ class Update:
                 f"optimizer is a {type(optimizer).__name__}; pass a function from a list of "
                 "parameters to an optimizer, such as torch.optim.AdamW"
             )
+        # A class makes the same at each call; a function may not.
+        stepped = _stepped_by_class if isinstance(optimizer, type) else _stepped
         (state, one, kernels), (_, two, _), (_, three, _) = (
-            _stepped(optimizer, count, accelerator) for count in (1, 2, 3)
+            stepped(optimizer, count, accelerator) for count in (1, 2, 3)
         )
         of_all = max(three - two, 0)
         return cls(
@@ -136,3 +139,6 @@ def _stepped(
                     "keeps as much for each parameter"
                 ) from error
         return kept - before, meter.peak - kept, tuple(meter.kernels)
+
+
+_stepped_by_class = functools.cache(_stepped)

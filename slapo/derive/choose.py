@@ -67,6 +67,19 @@ class _Choice:
                     if len(own) > 1:
                         self.products.append(own)
         self.excluded = self._excluded()
+        #: axis -> the parameters, the products and the concatenations that it is in
+        self.parameters_of: defaultdict[Axis, list[list[Chosen]]] = defaultdict(list)
+        self.products_of: defaultdict[Axis, list[list[Axis]]] = defaultdict(list)
+        self.concatenations_of: defaultdict[Axis, list[Axis]] = defaultdict(list)
+        for dims in self.of_parameters:
+            for axis in itertools.chain(*dims):
+                self.parameters_of[axis].append(dims)
+        for own in self.products:
+            for axis in axes_in(own):
+                self.products_of[axis].append(own)
+        for concatenation in self.concatenations:
+            for axis in axes_in((concatenation,)):
+                self.concatenations_of[axis].append(concatenation)
 
     def choose(self) -> Chosen:
         """The heaviest axes first, weighed against all that they exclude."""
@@ -81,7 +94,7 @@ class _Choice:
         for axis in sorted(filter(self._may, self.weights), key=worth):
             if axis not in chosen:
                 more = self._with_other_blocks(axis)
-                if more is not None and self._fit(chosen | more):
+                if more is not None and self._fit(chosen | more, more):
                     chosen |= more
         return chosen
 
@@ -112,35 +125,34 @@ class _Choice:
     def _with_other_blocks(self, axis: Axis) -> Chosen | None:
         """An axis with one of each block that is concatenated with its own; None if one has none.
 
-        To look once more after each that was added finds blocks of blocks.
+        What is added is looked at in turn, which finds blocks of blocks.
         """
         need: Chosen = {axis: None}
-        for _ in range(len(self.concatenations) + 1):
-            before = len(need)
-            for concatenation in self.concatenations:
-                blocks = concatenation.blocks or []
-                if is_sharded((concatenation,), need):
-                    for block in blocks:
-                        if not is_sharded(block, need):
-                            other = self._first(block)
-                            if other is None:
-                                return None
-                            need[other] = None
-            if len(need) == before:
-                break
+        todo = [axis]
+        while todo:
+            for concatenation in self.concatenations_of[todo.pop()]:
+                for block in concatenation.blocks or []:
+                    if not is_sharded(block, need):
+                        other = self._first(block)
+                        if other is None:
+                            return None
+                        need[other] = None
+                        todo.append(other)
         return need
 
     def _first(self, block: Term) -> Axis | None:
         return next(filter(self._may, axes_in(block)), None)
 
-    def _fit(self, chosen: Chosen) -> bool:
-        """Return whether each parameter, and each dimension, is cut at one place."""
-        if not all(map(self._may, chosen)):
+    def _fit(self, chosen: Chosen, more: Chosen) -> bool:
+        """Return whether each parameter, and each dimension, of `more` is cut at one place."""
+        if not all(map(self._may, more)):
             return False
-        for dims in self.of_parameters:
-            if sum(not chosen.keys().isdisjoint(axes) for axes in dims) > 1:
-                return False
-        return all(
-            sum(axis in chosen or is_sharded((axis,), chosen) for axis in own) <= 1
-            for own in self.products
+        return not any(
+            sum(not chosen.keys().isdisjoint(axes) for axes in dims) > 1
+            for axis in more
+            for dims in self.parameters_of[axis]
+        ) and not any(
+            sum(is_sharded((each,), chosen) for each in own) > 1
+            for axis in more
+            for own in self.products_of[axis]
         )

@@ -69,7 +69,9 @@ class _Forward:
     def __init__(self, found: Trace, chosen: Chosen) -> None:
         self.found = found
         #: value -> whether it is sharded
-        self.is_sharded = [any(is_sharded(t, chosen) for t in v.dims) for v in found.values]
+        terms = {id(term): term for value in found.values for term in value.dims}
+        sharded = {key for key, term in terms.items() if is_sharded(term, chosen)}
+        self.is_sharded = [not sharded.isdisjoint(map(id, v.dims)) for v in found.values]
         #: value that is a partial sum -> the axes that were summed over
         self.partial: dict[int, Chosen] = {}
         self.sums: dict[str, None] = {}

@@ -11,7 +11,7 @@ from slapo.errors import with_nearest
 from slapo.example_inputs import text_config
 from slapo.model_schedule import families
 from slapo.model_schedule.apply import apply_recipe, base_path, inputs_for
-from slapo.model_schedule.auto import known_recipe, labelled, recipe_of_layers
+from slapo.model_schedule.auto import family_recipe, labelled, recipe_of_layers
 from slapo.model_schedule.drafts import draft_in_group
 from slapo.model_schedule.options import Options
 from slapo.model_schedule.recipe import Recipe
@@ -42,10 +42,9 @@ def apply_schedule(
         A model, or its root schedule.
     key
         That of a recipe (``slapo recipes`` lists them), or of :func:`register_schedule`; or
-        ``"auto"``, for any model. A tensor-parallel plan that its config carries is carried out
-        with its known faults fixed, and proved by :func:`slapo.check`. Without a plan, ``"auto"``
-        takes the recipe of the family, or else what :func:`slapo.draft` derives; in one process,
-        what needs to know the layers alone. ``"draft"`` derives one for any model.
+        ``"auto"``, for any model: the recipe of its family, or else what :func:`slapo.draft`
+        derives; in one process, what needs to know the layers alone. ``"draft"`` derives one for
+        any model.
     model_config
         Sizes of the model; by default ``model.config``.
     prefix
@@ -124,7 +123,7 @@ def apply_schedule(
 
 def _recipe(key: str, sch: Schedule, base: str, config: Any, options: Options) -> Recipe:
     """The recipe of a key; for a model that none is known of, a draft, or its layers alone."""
-    known = known_recipe(sch.mod, base, config) if key == AUTO else None
+    known = family_recipe(config) if key == AUTO else None
     if known is not None:
         return known
     if key == AUTO and sch.world_size == 1:

@@ -30,7 +30,6 @@ from slapo.model_schedule.options import (
     dropouts,
     has_layers,
 )
-from slapo.model_schedule.plans import split_by_plan
 from slapo.model_schedule.recipe import Recipe, Stack
 from slapo.model_schedule.splits import split
 from slapo.model_schedule.stage_cuts import chosen_cuts, cut, even_cuts, layer_costs
@@ -81,7 +80,7 @@ class _RecipeRun:
         self.head = next((path for path in recipe.heads.split() if path in sch), "")
         self.parallel = sch.world_size > 1
         #: another's word, which is to be proved
-        self.is_doubtful = bool(recipe.plan or recipe.splits) or is_foreign
+        self.is_doubtful = bool(recipe.splits) or is_foreign
         self.spreads = options.sequence_parallel and self.parallel
         #: the vocabulary is split, and the logits stay so
         self.splits_vocabulary = options.parallel_vocabulary and self.parallel
@@ -160,9 +159,6 @@ class _RecipeRun:
 
     def split_layers(self) -> None:
         """Regions, and the tokens between them."""
-        if self.recipe.plan:
-            self.split_by_plan()
-            return
         if self.recipe.splits:
             stacks = {stack: self.layers(n) for n, stack in enumerate(self.recipe.stacks)}
             split(self.base, self.recipe.splits, stacks, self.spreads)
@@ -181,20 +177,11 @@ class _RecipeRun:
                 path, _, name = stack.reads.partition(":")
                 self.base[path].sync("bwd_post", "all_reduce", argument=[name])
 
-    def split_by_plan(self) -> None:
-        """As the config says; what it says is proved at the end."""
-        (stack,) = self.recipe.stacks
-        layers = self.layers(0)
-        key_values = self.few_key_values()
-        split_by_plan(self.sch, self.recipe.plan, layers, self.spreads, key_values)
-        if self.spreads:
-            verbs.deal_out(self.base, stack, layers)
-
     def prove(self) -> None:
-        """A plan is another's word, and a recipe of another family is not for this one."""
+        """A draft, and a recipe of another family, may not be right for this model."""
         inputs = self.example_inputs()
-        what = "the plan that {} carries" if self.recipe.plan else "the draft of {}"
-        if not (self.recipe.plan or self.recipe.splits):
+        what = "the draft of {}"
+        if not self.recipe.splits:
             what = "the recipe given for {}, which is not that of its family,"
         prove(self.sch, labelled(self.sch.mod, inputs), self.again, what)
 

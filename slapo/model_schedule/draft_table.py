@@ -18,6 +18,7 @@ from slapo.history import contains, numberless
 from slapo.model_schedule.auto import lists_of_layers
 from slapo.model_schedule.recipe import Recipe, Stack
 from slapo.model_schedule.splits import value_of
+from slapo.verify.placement.pointwise import DRAWS
 from slapo.weights.slots import own_slots
 
 
@@ -111,7 +112,7 @@ class _Words:
             self.said[path].append(f"whole({axis})")
         self._gradients()
         self._numbers()
-        self._dropouts()
+        self._draws()
         order = [path for path, _ in self.model.named_modules()]
         return {path: ", ".join(self.said[path]) for path in order if path in self.said}
 
@@ -169,15 +170,14 @@ class _Words:
                 divided[path].append(name)
         self._say("divide", divided)
 
-    def _dropouts(self) -> None:
-        """Dropouts of what is sharded."""
+    def _draws(self) -> None:
+        """Random numbers for what is sharded: dropout, by a layer or by a function."""
         chosen, found = self.derivation.chosen, self.derivation.found
         for node in found.nodes:
-            module, path = node.call.module, node.call.path
-            if node.kind == "exit" and isinstance(module, nn.Dropout) and module.p > 0:
-                dims = found.values[node.outputs[0]].dims
-                if any(is_sharded(t, chosen) for t in dims) and "fork_rng" not in self.said[path]:
-                    self.said[path].append("fork_rng")
+            if node.kind == "operation" and node.name in DRAWS:
+                path, dims = node.call.path, found.values[node.outputs[0]].dims
+                if any(is_sharded(term, chosen) for term in dims):
+                    self.said[path] += [] if "fork_rng" in self.said[path] else ["fork_rng"]
 
     def _say(self, word: str, arguments: Mapping[str, list[str]]) -> None:
         for path, names in arguments.items():

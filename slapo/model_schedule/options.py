@@ -163,7 +163,7 @@ def _check_names(base: Schedule, recipe: Recipe, options: Options, config: Any) 
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         if head is not None and recipe.heads and not any(p in root for p in recipe.heads.split()):
             wrong["heads"] = recipe.heads
-    if config is not None and not recipe.plan:  # a plan does not say how its heads are counted
+    if config is not None:
         lacking = [
             n for n in recipe.counts.split() if _count(config, n, default=_ABSENT) is _ABSENT
         ]

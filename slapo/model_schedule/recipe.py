@@ -137,8 +137,6 @@ class Recipe:
         ``special(sch)``, with the schedule of the base model: what only this family has.
     inputs
         ``inputs(config)``: example inputs for traces; token ids by default.
-    plan
-        In place of regions: path -> style, as configs of Transformers carry it; digits are ``*``.
     splits
         In place of regions: path of modules -> what is sharded and summed there, in the words of
         :mod:`slapo.model_schedule.splits`, as :func:`slapo.draft` writes it.
@@ -154,14 +152,13 @@ class Recipe:
     attention: Callable[[Schedule, str], None] | None = None
     special: Callable[[Schedule], None] | None = None
     inputs: Callable[[Any], dict[str, Any]] | None = None
-    plan: Mapping[str, str] = field(default_factory=dict)
     splits: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        head = _text(self, without=("stacks", "refuses", "plan", "splits"))
+        head = _text(self, without=("stacks", "refuses", "splits"))
         refused = [f"refuses {name}: {why}" for name, why in self.refuses.items()]
-        plan = [f"  {path}: {said}" for path, said in {**self.plan, **self.splits}.items()]
-        return "\n".join([head, *map(str, self.stacks), *plan, *refused])
+        splits = [f"  {path}: {said}" for path, said in self.splits.items()]
+        return "\n".join([head, *map(str, self.stacks), *splits, *refused])
 
 
 def _text(entry: Any, without: tuple[str, ...] = ()) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from slapo.errors import with_nearest
 from slapo.model_schedule.recipe import Recipe
 
-#: The key that takes any model whose config carries a plan.
+#: The key that takes any model: the recipe of its family, or else a draft.
 AUTO = "auto"
 #: The key that derives a schedule from the model.
 DRAFT = "draft"

@@ -121,13 +121,9 @@ def _divide(layer: Schedule, region: Region, key_values: int | None) -> None:
     if key_values:
         for name in region.groups.split():
             path, _, attribute = name.rpartition(".")
-            divide_groups(layer[path], attribute, key_values)
-
-
-def divide_groups(node: Schedule, attribute: str, key_values: int) -> None:
-    """Query heads for each head of keys: all of a rank's, over ranks that share a head of keys."""
-    query_heads = getattr(node.mod, attribute) * key_values
-    node.set(attribute, query_heads // node.world_size)
+            # All query heads of a rank, over ranks that share a head of keys.
+            query_heads = getattr(layer[path].mod, attribute) * key_values
+            layer[path].set(attribute, query_heads // layer.world_size)
 
 
 def _split_experts(node: Schedule) -> None:
@@ -180,11 +176,6 @@ def spread_tokens(
             if module._parameters and not sees_all(layer, name):
                 sum_gradients(layer[name] if name else layer)
         layer.fork_rng()  # dropout acts on other tokens on each rank
-    deal_out(base, stack, layers)
-
-
-def deal_out(base: Schedule, stack: Stack, layers: list[Schedule]) -> None:
-    """Tokens: to the ranks at the first layer, and together again at the end."""
     layers[0].sync("fwd_pre", "RR->SR")
     end = base[stack.last] if stack.last else layers[-1]
     if stack.last:

@@ -854,6 +854,71 @@ def test_keys_that_all_heads_share(repeats: bool) -> None:
         check(sch, torch.randn(3, 5, 16))
 
 
+class TwoHeadsOfKeys(nn.Module):
+    """Grouped queries: four heads share a head of keys and values, neighbors or each second."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, n) for n in (32, 8, 8))
+        self.heads, self.groups, self.how = 8, 4, how
+        self.out = nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, 4)) for layer in (self.q, self.k, self.v))
+        if self.how == "neighbors" and self.groups > 1:
+            k, v = (part.repeat_interleave(self.groups, 2) for part in (k, v))
+        if self.how == "each second" and self.groups > 1:
+            k, v = (part.repeat(1, 1, self.groups, 1) for part in (k, v))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, enable_gqa=self.how == "by the kernel")
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def split_in_blocks(sch: slapo.Schedule) -> None:
+    """Each rank has some of the queries of both heads of keys."""
+    sch["q"].shard("weight", axis=0, blocks=2).shard("bias", axis=0, blocks=2)
+    sch["out"].shard("weight", axis=1, blocks=2).sync("fwd_post", "all_reduce")
+    sch.sync("bwd_post", "all_reduce").set("heads", whole=8).set("groups", whole=4)
+    for name in ("weight", "bias"):
+        for keys in ("k", "v"):
+            sch[keys].annotate(name, "partial_grad", True)
+
+
+def blocks_on_ranks(rank: int, world_size: int, how: str) -> str:
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(TwoHeadsOfKeys(how))
+    with slapo.Verify(sch, torch.randn(3, 5, 16)):
+        split_in_blocks(sch)
+    check(sch, torch.randn(3, 5, 16))
+    return "right"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("how", ["by the kernel", "neighbors"])
+def test_keys_that_the_heads_of_a_block_share(how: str) -> None:
+    assert run_distributed(blocks_on_ranks, 2, how) == ["right"] * 2
+
+
+@pytest.mark.parametrize(("how", "ranks"), [("by the kernel", 4), ("each second", 2)])
+def test_keys_of_blocks_without_numbers(how: str, ranks: int) -> None:
+    with fake_world(ranks, 1):
+        sch = slapo.create_schedule(TwoHeadsOfKeys(how))
+        split_in_blocks(sch)
+        if how == "by the kernel":  # one head of queries for each head of keys
+            check(sch, torch.randn(3, 5, 16))
+        else:
+            refused(sch, torch.randn(3, 5, 16))
+
+
+def test_keys_of_blocks_that_other_heads_share() -> None:
+    """Nothing of how keys are repeated in one process is left on four ranks."""
+    for how in ("neighbors", "each second"):
+        with fake_world(4, 1):
+            sch = slapo.create_schedule(TwoHeadsOfKeys(how))
+            split_in_blocks(sch)
+            refused(sch, torch.randn(3, 5, 16))
+
+
 @pytest.mark.parametrize("ratio", [0.0, 0.5])
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "llama"])
 def test_the_examples_pass(family: str, ratio: float) -> None:

@@ -104,7 +104,61 @@ STRANGERS |= {
         "ModernBert": {"global_attn_every_n_layers": 2, "local_attention": 8, "cls_token_id": 1},
     }.items()
 }
+
+
+def sounds(batch: int, length: int) -> dict[str, Tensor]:
+    """Of 40 frames, and a text."""
+    generator = torch.Generator().manual_seed(1)
+    frames = torch.randn(batch, 16, 40, generator=generator)
+    return {"input_features": frames, "labels": tokens(batch, length - 2, seed=2)["input_ids"]}
+
+
+def captioned(batch: int, length: int) -> dict[str, Tensor]:
+    """Four tokens of each text are parts of an image."""
+    given = tokens(batch, length)
+    given["input_ids"][:, 1:5] = 3
+    generator = torch.Generator().manual_seed(1)
+    return {**given, "pixel_values": torch.randn(batch, 3, 28, 28, generator=generator)}
+
+
+def _llava(**changes: Any) -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    vision = transformers.CLIPVisionConfig(
+        **sizes, num_hidden_layers=2, image_size=28, patch_size=14
+    )
+    kept = {name: value for name, value in DECODER.items() if name != "head_dim"}
+    settings = {
+        "vision_config": vision,
+        "text_config": transformers.LlamaConfig(**kept),
+        "image_token_index": 3,
+        "image_token_id": 3,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "default",
+        "image_seq_length": 4,
+    }
+    return _named("LlavaForConditionalGeneration", "LlavaConfig", settings)(**changes)
+
+
+_SOUNDS = {name: value for name, value in _TWO_STACKS.items() if name != "max_position_embeddings"}
+_SOUNDS |= {"num_mel_bins": 16, "max_source_positions": 20, "max_target_positions": 32}
 STRANGERS |= {
+    "mbart": Model(_named("MBartForConditionalGeneration", "MBartConfig", _TWO_STACKS), two_texts),
+    "whisper": Model(_named("WhisperForConditionalGeneration", "WhisperConfig", _SOUNDS), sounds),
+    "llava": Model(_llava, captioned),
+    "dinov2": Model(
+        _named(
+            "Dinov2ForImageClassification",
+            "Dinov2Config",
+            {
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "image_size": 32,
+                "patch_size": 8,
+            },
+        ),
+        square_images,
+    ),
     "bart": Model(_named("BartForConditionalGeneration", "BartConfig", _TWO_STACKS), two_texts),
     "swin": Model(
         _named(
@@ -192,7 +246,7 @@ class OneKey(nn.Module):
 
 
 class WholeNorm(nn.Module):
-    """A norm over all heads: columns cannot be sharded."""
+    """A norm over all features of a layer, which is gathered for it."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -204,6 +258,79 @@ class WholeNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.tanh(self.norm(self.up(x))))
+
+
+class WrittenNorm(nn.Module):
+    """A norm without a module of its own: nothing can gather for it."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.normalize(self.up(x), dim=-1))
+
+
+class Squares(torch.autograd.Function):
+    """Scaled squares, with a backward pass of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x.square() * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, scale = ctx.saved_tensors
+        return 2 * x * scale * grad, (x.square() * grad).sum((0, 1))
+
+
+class Indexed(Packed):
+    """One head gates the others: it is read by its number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        heads = self.qkv(x).view(batch, length, 3 * self.heads, self.size)
+        gated = heads.softmax(-1) * heads[:, :, 0].sigmoid().unsqueeze(2)
+        return self.out(gated.unflatten(2, (3, self.heads)).sum(2).flatten(2))
+
+
+class OwnBackward(nn.Module):
+    """Operations within a Function: of slices, and of a gate that is whole."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = (
+            nn.Linear(hidden, 2 * hidden),
+            nn.Linear(hidden, 1),
+            nn.Linear(2 * hidden, hidden),
+        )
+        self.scale = nn.Parameter(torch.rand(2 * hidden))
+        self.one = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = Squares.apply(self.gate(x), self.one)
+        return self.down(Squares.apply(self.up(x), self.scale) * gate)
+
+
+class FewKeys(nn.Module):
+    """Two heads of keys for eight of queries."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.heads, self.keys, self.size = 8, 2, hidden // 8
+        self.q, self.out = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
+        self.k, self.v = (nn.Linear(hidden, self.keys * self.size) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q = self.q(x).view(batch, length, self.heads, self.size).transpose(1, 2)
+        k, v = (
+            layer(x).view(batch, length, self.keys, self.size).transpose(1, 2)
+            for layer in (self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class Gated(nn.Module):
@@ -252,6 +379,43 @@ class Recurrent(nn.Module):
         return self.down(F.silu(self.middle(self.up(y)))).transpose(1, 2)
 
 
+class Convolved(nn.Module):
+    """Convolutions over the tokens: of all channels, and of each by itself."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Conv1d(hidden, 2 * hidden, 1)
+        self.each = nn.Conv1d(2 * hidden, 2 * hidden, 3, padding=1, groups=2 * hidden)
+        self.down = nn.Conv1d(2 * hidden, hidden, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.each(self.up(x.mT)))).mT
+
+
+class LiteralHalves(nn.Module):
+    """Two halves of 64 features each, as a number in the code."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(2 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.both(x)
+        return self.down(both[..., :64].sigmoid() * both[..., 64:])
+
+
+class LiteralView(nn.Module):
+    """A norm of eight features each, as a number in the code that slices fit as well."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.up(x).unflatten(-1, (-1, 8))
+        return self.down(F.normalize(heads, dim=-1).flatten(-2))
+
+
 class Twice(nn.Module):
     """One MLP in two roles: behind a norm, and without."""
 
@@ -273,6 +437,17 @@ class Dropping(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.drop(torch.relu(self.up(x))))
+
+
+class DroppingHeads(Packed):
+    """Attention that drops weights, as its kernel does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        parts = self.qkv(x).split(self.heads * self.size, -1)
+        q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, -1))
 
 
 class Own(nn.Module):
@@ -307,8 +482,14 @@ def literal(hidden: int) -> nn.Module:
 OWN: dict[str, tuple[tuple[Any, ...], float]] = {
     "packed": ((Packed, Gated), 0.95),
     "literal": ((literal, Gated), 0.70),
+    "literal halves": ((LiteralHalves, Gated), 0.45),
+    "literal view": ((LiteralView, Gated), 0.95),
+    "convolved": ((Convolved, Gated), 0.95),
     "alibi": ((Alibi, Gated), 0.60),
-    "norm over all": ((WholeNorm, Gated), 0.60),
+    "norm over all": ((WholeNorm, Gated), 0.95),
+    "norm written out": ((WrittenNorm, Gated), 0.60),
+    "indexed": ((Indexed, Gated), 0.60),
+    "own backward": ((OwnBackward, Gated), 0.95),
     "experts": ((Packed, Mixture), 0.95),
     "recurrent": ((Recurrent, Packed), 0.55),
     "one key": ((OneKey, Gated), 0.90),

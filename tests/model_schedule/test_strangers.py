@@ -73,22 +73,12 @@ def test_a_recipe_of_another_family(name: str, key: str, settings: Any, says: st
     assert str(model) == before
 
 
-def test_a_plan_without_groups_of_heads() -> None:
-    """GPT-NeoX has as many keys and values as queries, and no name for their number."""
-    model = stranger("GPTNeoX")
-    assert not hasattr(model.config, "num_key_value_heads")
-    with fake_world(2, 1):
-        apply_schedule(model, "auto")
-    with fake_world(3, 1), pytest.raises(ValueError, match="num_attention_heads is 4"):
-        apply_schedule(stranger("GPTNeoX"), "auto")
-
-
 def test_heads_that_differ_from_layer_to_layer() -> None:
     config = transformers.EmbeddingGemma2TextConfig(num_hidden_layers=2)
     with torch.device("meta"):
         model = transformers.EmbeddingGemma2TextModel(config)
     with fake_world(2, 1), pytest.raises(ValueError, match="num_key_value_heads is not one number"):
-        apply_schedule(model, "auto")
+        apply_schedule(model, "gemma3_text")
 
 
 def test_layers_in_a_list_of_lists() -> None:

@@ -39,6 +39,7 @@ from slapo.verify.placement.place import (
     sliced,
 )
 from slapo.verify.placement.pointwise import (
+    DRAWS,
     is_constant,
     is_pointwise,
     of_wholes,
@@ -50,11 +51,6 @@ from slapo.verify.placement.reduction_rules import ATTENTION, attention
 from slapo.verify.placement.replicated_shards import followed, is_shared
 from slapo.verify.placement.sizes import ANY, OperationLog, Shape
 from slapo.verify.placement.view_rules import VIEWS
-
-#: Operations that draw random numbers.
-_DRAWS = {"native_dropout", "bernoulli", "rand", "randn", "randint", "uniform", "normal"}
-_DRAWS |= {"rand_like", "randn_like", "randint_like", "exponential", "random", "multinomial"}
-_DRAWS |= {"randperm", "dropout"}
 
 
 class PlaceMode(OperationLog):
@@ -84,7 +80,7 @@ class PlaceMode(OperationLog):
         places = [place_of(tensor) for tensor in tensors]
         name = name_of(func)
         call = Call(func, name, args, kwargs, tensors, [], places, self.rank, self.ranks)
-        if name in _DRAWS or (name.startswith(ATTENTION) and "backward" not in name):
+        if name in DRAWS or (name.startswith(ATTENTION) and "backward" not in name):
             call.draws_own = self._draws_own(call)
         try:
             out = run(func, args, kwargs)

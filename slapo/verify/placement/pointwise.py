@@ -301,6 +301,12 @@ def replace_places(call: Call, place: Place) -> Call:
     return replace(call, places=[place] * len(call.places))
 
 
+#: Operations that draw random numbers.
+DRAWS = {"native_dropout", "bernoulli", "rand", "randn", "randint", "uniform", "normal"}
+DRAWS |= {"rand_like", "randn_like", "randint_like", "exponential", "random", "multinomial"}
+DRAWS |= {"randperm", "dropout"}
+
+
 @rule_for("bernoulli", "native_dropout", "rand_like", "randn_like", "randint_like")
 @rule_for("uniform", "normal", "exponential", "random", "dropout")
 def drawn(call: Call) -> list[Place]:

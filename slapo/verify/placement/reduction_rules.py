@@ -92,8 +92,14 @@ def triangle(call: Call) -> list[Place]:
 
 
 #: Operations on each matrix of a batch by itself.
-OF_MATRICES = ("linalg_solve_triangular", "linalg_inv_ex", "linalg_cholesky_ex")
-OF_MATRICES += ("linalg_matrix_exp",)
+OF_MATRICES: tuple[str, ...] = ("linalg_solve_triangular", "linalg_inv_ex")
+OF_MATRICES += ("linalg_cholesky_ex", "linalg_matrix_exp")
+
+
+@rule_for("_linalg_check_errors")
+def check_of_matrices(call: Call) -> list[Place]:
+    """It asks this rank's matrices alone."""
+    return []
 
 
 @rule_for(*OF_MATRICES)
@@ -169,13 +175,14 @@ ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 def attention(call: Call) -> list[Place]:
     """Batch or heads may be sliced, of query, key, value and what belongs to them alike.
 
-    A mask, or the one head of keys and values that all heads share, may be whole: each rank sends
-    back a part of its gradient.
+    A mask, and heads of keys and values that the heads of a block share, may be whole: each rank
+    sends back a part of its gradient.
     """
+    blocks = next((place.blocks for place in call.places if place.is_slice), ())
     big = [
         (tensor, place)
         for tensor, place in zip(call.tensors, call.places, strict=True)
-        if tensor.ndim >= 3 and not _is_shared(tensor, place)
+        if tensor.ndim >= 3 and not _is_shared(call, tensor, place, blocks)
     ]
     first = big[0][1]
     if any(place.is_partial for _, place in big):
@@ -195,9 +202,18 @@ def _is_whole(call: Call, name: str) -> bool:
     return place is not None and place.is_whole
 
 
-def _is_shared(tensor: Tensor, place: Place) -> bool:
-    """Return whether a whole tensor is the same for all heads: a mask."""
-    return place.is_whole and (tensor.shape[1] == 1 or 1 in place.uniform)
+def _is_shared(call: Call, tensor: Tensor, place: Place, blocks: tuple[int, ...]) -> bool:
+    """Return whether a whole tensor is the same for all heads (a mask), or for those of a block.
+
+    With as many heads as there are blocks, the operation gives each block one; that they are as
+    many as in one process, and not repeated there, is seen when sizes are compared.
+    """
+    constant = tensor.shape[1] == 1 or 1 in place.uniform
+    if len({*blocks}) == 1:
+        of_keys = any(tensor is call.get(name) for name in ("key", "value"))
+        constant |= of_keys and tensor.shape[1] == len(blocks)
+        constant |= {run for dim, run in place.runs if dim == 1} == {*blocks}
+    return place.is_whole and constant
 
 
 @rule_for("embedding")

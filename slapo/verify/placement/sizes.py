@@ -26,6 +26,7 @@ from slapo.verify.placement.call import argument, name_of, run, tensors_in
 from slapo.verify.placement.paths import Paths
 from slapo.verify.placement.place import PARTIAL_SUM
 from slapo.verify.placement.raw_collectives import RAW, raw_collective
+from slapo.verify.placement.reduction_rules import ATTENTION
 from slapo.verify.placement.view_rules import COPIES
 
 #: In place of the size of a dimension along which a tensor is constant.
@@ -164,6 +165,8 @@ def _shape(tensor: Tensor) -> Shape:
 
 def _numbers(func: Any, args: Any, kwargs: Any, whole: Whole) -> tuple[Any, ...]:
     """Where a slice begins, over all ranks; of others what is no size: factors, fractions."""
+    if name_of(func).startswith(ATTENTION):  # heads of keys, which it may repeat
+        return (whole(argument(func, args, kwargs, "key"))[1],)
     if name_of(func) != "slice":
         kinds = (int, float) if torch.Tag.pointwise in func.tags else (float,)
         return tuple(value for value in tree_leaves((args, kwargs)) if type(value) in kinds)

@@ -50,6 +50,10 @@ def view(call: Call) -> list[Place]:
     place, old, new = _first(call), call.tensors[0].shape, call.outs[0].shape
     if not place.is_slice:
         return [place]
+    before = call.of_gradient_of
+    if before is not None and before.is_plain and old[place.dim] == 1:
+        # What is whole and of size 1 was used as each rank's slice: one head of keys, for its own.
+        return [PARTIAL_SUM]
     asked = call.get("size", call.get("shape", new))
     fits = []
     for dim, blocks in fitting(place, old, new):

@@ -1,7 +1,7 @@
-"""Two processes that carry out the plans of configs, one after the other.
+"""Two processes that schedule models, one after the other, and compare them with one process.
 
-A process may fail where the other waits for it, and a plan may ask for what never ends: a pair that
-does not agree, or is late, is ended, and the next plan gets a new one.
+A process may fail where the other waits for it: a pair that does not agree, or is late, is ended,
+and the next model gets a new one.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import slapo
-from benchmark.measure import forkserver
-from benchmark.plan_models import (
+from benchmark.draft_cases import (
     EVEN_LENGTH,
     LENGTH,
+    PLANS,
     Case,
     NoModel,
     brief,
-    build,
     first_that_runs,
     inputs_of,
     run,
 )
+from benchmark.measure import forkserver
 from slapo.sharding.steps import Carrier, Step, carried_by
 
 RANKS = 2
-#: Seconds for one plan; and for the second process, when the first has failed.
+#: Seconds for one schedule; and for the second process, when the first has failed.
 LIMIT, GRACE = 90.0, 3.0
 #: Largest difference of outputs and of gradients, both relative to the largest of all.
 OUTPUT, GRADIENT = 2e-5, 2e-4
@@ -51,7 +51,7 @@ SEVERITY = (NOT_RUNNABLE, EQUAL, REFUSED, FAILS, WRONG)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a plan.
+    """What became of a schedule.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ class Pair:
         self._end()
 
     def judge(self, case: Case, options: Mapping[str, Any], variant: int | None = None) -> Verdict:
-        """Carry out a plan, and compare with the model.
+        """Schedule a model, and compare with it as it was.
 
         Parameters
         ----------
@@ -194,15 +194,16 @@ def serve(rank: int, store: str, pipe: Any) -> None:
 
 
 def _judged(case: Case, options: dict[str, Any], variant: int | None) -> Verdict:
-    config = case.load()
     length = EVEN_LENGTH if options.get("sequence_parallel") else LENGTH
-    if variant is None:
+    if variant is None and case.group == PLANS:
         try:
-            variant = first_that_runs(config, partial(_try, length=length))
+            variant = first_that_runs(case.load(), partial(_try, length=length))
         except NoModel as error:
             return Verdict(NOT_RUNNABLE, str(error))
-    model = build(config, variant)
-    found = compared(model, inputs_of(model, length), options)
+    variant = variant or 0
+    model = case.build(variant)
+    inputs = case.inputs(model, length)
+    found = compared(model, inputs, {**options, "example_inputs": inputs})
     return replace(found, model=type(model).__name__, variant=variant)
 
 
@@ -288,3 +289,21 @@ def worst_gradient(model: nn.Module, gradients: Mapping[str, Tensor]) -> tuple[f
     }
     worst = max(found, key=lambda name: found[name])
     return found[worst], worst
+
+
+# --- in one process ------------------------------------------------------------------------------
+def alone(case: Case, variant: int | None) -> dict[str, Any]:
+    """A draft for four ranks with its check: the verdict, the share, seconds."""
+    model = case.build(variant or 0)
+    inputs = case.inputs(model, LENGTH)
+    start = time.perf_counter()
+    slapo.draft(model, inputs, ranks=4, check=False)
+    derived = time.perf_counter()
+    drafted = slapo.draft(model, inputs, ranks=4)
+    return {
+        "seconds_alone_4": round(derived - start, 2),
+        "seconds_4": round(time.perf_counter() - derived, 2),
+        "check_4": "passes" if drafted.verdict is None else "refuses",
+        "share_4": round(drafted.share, 3),
+        "collectives_4": drafted.collectives,
+    }

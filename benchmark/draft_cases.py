@@ -1,4 +1,4 @@
-"""Tiny models of every config of Transformers that carries a tensor-parallel plan."""
+"""Small models: with a recipe, without, of configs that carry a tensor-parallel plan, own ones."""
 
 from __future__ import annotations
 
@@ -142,25 +142,65 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 )
 
 
+#: Where models come from: recipes, tests of drafts, Transformers' configs with a plan.
+RECIPES, OTHERS, PLANS, OWN = "with a recipe", "without one", "with a plan", "own"
+GROUPS = (RECIPES, OTHERS, OWN, PLANS)
+
+
 @dataclass(frozen=True)
 class Case:
-    """A config class with a plan.
+    """A model.
 
     Parameters
     ----------
+    group
+        One of `GROUPS`.
     family
-        Folder of Transformers that it is in.
-    module, name
-        Where to import it from.
+        Folder of Transformers that its config is in, or the name that the tests have for it.
+    name
+        Of the config, or again that name.
+    module
+        Where to import the config from.
     """
 
+    group: str
     family: str
-    module: str
     name: str
+    module: str = ""
+
+    @property
+    def key(self) -> str:
+        """Key of its recipe; empty where there is none."""
+        return self.family if self.group == RECIPES else ""
 
     def load(self) -> Any:
         """The config class."""
         return getattr(importlib.import_module(self.module), self.name)
+
+    def build(self, variant: int) -> nn.Module:
+        """The model, of settings that were found to run."""
+        if self.group == PLANS:
+            return build(self.load(), variant)
+        if self.group == OWN:
+            from tests.model_schedule import draft_models
+
+            return draft_models.own(*draft_models.OWN[self.name][0])
+        return self._of_tests().build()
+
+    def inputs(self, model: nn.Module, length: int) -> dict[str, Any]:
+        """Keyword arguments."""
+        if self.group == PLANS:
+            return inputs_of(model, length)
+        if self.group == OWN:
+            from tests.model_schedule import draft_models
+
+            return {"ids": draft_models.ids(BATCH, length)}
+        return dict(self._of_tests().inputs(BATCH, length))
+
+    def _of_tests(self) -> Any:
+        from tests.model_schedule import draft_models, models
+
+        return (models.MODELS if self.group == RECIPES else draft_models.STRANGERS)[self.name]
 
 
 class NoModel(Exception):
@@ -169,6 +209,18 @@ class NoModel(Exception):
 
 # --- which there are -----------------------------------------------------------------------------
 def cases() -> list[Case]:
+    """All models, by their groups."""
+    from tests.model_schedule import draft_models, models
+
+    return [
+        *(Case(RECIPES, key, key) for key in models.MODELS),
+        *(Case(OTHERS, name, name) for name in draft_models.STRANGERS),
+        *(Case(OWN, name, name) for name in draft_models.OWN),
+        *planned(),
+    ]
+
+
+def planned() -> list[Case]:
     """Every config class with a plan, in the order of their families."""
     from transformers import models
 
@@ -178,7 +230,7 @@ def cases() -> list[Case]:
         for part in pkgutil.iter_modules(folder.__path__ if entry.ispkg else ()):
             if part.name.startswith("configuration_"):
                 module = f"{folder.__name__}.{part.name}"
-                found += [Case(entry.name, module, name) for name in _planned(module)]
+                found += [Case(PLANS, entry.name, name, module) for name in _planned(module)]
     return found
 
 
@@ -282,7 +334,8 @@ def run(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Logits, or hidden states, and the loss, after its backward pass."""
     torch.manual_seed(3)  # a router may draw numbers
     output = model(**inputs)
-    first: Tensor = output.logits if getattr(output, "logits", None) is not None else output[0]
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    first: Tensor = output[0] if logits is None else logits
     loss = getattr(output, "loss", None)
     if loss is None:
         # Of different weights: the mean square of what a norm gives is the same for all inputs.
