@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from slapo.autotune import Space as Space
     from slapo.autotune import Symbol as Symbol
     from slapo.clip import clip_grad_norm_
-    from slapo.cost import dryrun
+    from slapo.cost import dryrun, suggest
     from slapo.derive.rules import register_axis_rule
     from slapo.framework_dialect import Engine
     from slapo.mesh import init_mesh
@@ -92,6 +92,7 @@ __all__ = [
     "replay",
     "save_pretrained",
     "set_random_seed",
+    "suggest",
 ]
 
 #: Names that are imported when they are first asked for, and where from.
@@ -118,6 +119,7 @@ _LATE = {
     "register_place_rule": "slapo.verify.placement",
     "replay": "slapo._replay",
     "save_pretrained": "slapo.pretrained",
+    "suggest": "slapo.cost",
 }
 
 

@@ -8,6 +8,7 @@ from slapo.cost.memory import Memory
 from slapo.cost.meter import Meter
 from slapo.cost.result import DryRun
 from slapo.cost.steptime import StepTime
+from slapo.cost.suggestions import Suggestion, Suggestions, suggest
 from slapo.cost.update import Update
 
 __all__ = [
@@ -18,7 +19,10 @@ __all__ = [
     "Memory",
     "Meter",
     "StepTime",
+    "Suggestion",
+    "Suggestions",
     "Update",
     "calibrate",
     "dryrun",
+    "suggest",
 ]

@@ -31,7 +31,10 @@ from slapo.cost.update import Update
 from slapo.errors import SlapoError
 from slapo.model_schedule import apply_schedule
 from slapo.model_schedule.apply import chosen
+from slapo.model_schedule.auto import family_recipe
+from slapo.model_schedule.drafts import draft_offline
 from slapo.model_schedule.options import Options
+from slapo.model_schedule.recipe import Recipe
 from slapo.model_schedule.registry import AUTO, DRAFT, maker_of, schedule_of
 from slapo.model_schedule.stage_cuts import chosen_cuts, even_cuts, layer_costs
 from slapo.model_schedule.tensor_parallel import cast
@@ -48,6 +51,7 @@ _OWN = ("bf16", "fp16", "ckpt_ratio", "checkpoint_method", "compile", "check")
 #: Results of configs and recipes. Functions may return something else at the next call.
 _MODELS: dict[Hashable, ReducedModel] = {}
 _RUNS: dict[Hashable, Run] = {}
+_DRAFTS: dict[Hashable, Recipe] = {}
 
 
 def dryrun(
@@ -344,7 +348,7 @@ class _DryRunSession:
     def _make_run(self, ratio: float) -> Run:
         return run(
             self.small,
-            partial(self._schedule, ratio),
+            partial(self._schedule, ratio, self._drafted()),
             self.inputs(self.layout.micro),
             self.layout.tp,
             loss_of_output if self._loss_fn is None else self._loss,
@@ -353,7 +357,7 @@ class _DryRunSession:
             accelerator=self.machine.is_asynchronous,
         )
 
-    def _schedule(self, ratio: float, model: nn.Module) -> Schedule:
+    def _schedule(self, ratio: float, drafted: Recipe | None, model: nn.Module) -> Schedule:
         if not isinstance(self.recipe, str):
             sch = create_schedule(model)
             self.recipe(sch)
@@ -361,7 +365,22 @@ class _DryRunSession:
         options = {**self.options, **({"ckpt_ratio": ratio} if ratio else {})}
         # The placement check takes longer than all else here.
         options.update({"check": False} if self._is_recipe else {})
-        return apply_schedule(model, self.recipe, **options)
+        return apply_schedule(model, drafted or self.recipe, **options)
+
+    def _drafted(self) -> Recipe | None:
+        """A draft where the recipe is one: it is derived of numbers, which the runs do not have."""
+        family = family_recipe(getattr(self.small.model, "config", None))
+        is_draft = self.recipe == DRAFT or (self.recipe == AUTO and family is None)
+        if not is_draft or self.layout.tp == 1:
+            return None
+
+        def derive() -> Recipe:
+            model, make = self.small.model, self._inputs
+            inputs = training_inputs(model, 3, 13) if make is None else make(3)
+            return draft_offline(model, inputs, self.layout.tp, check=False).recipe
+
+        cache = {} if self._key is None or self._inputs is not None else _DRAFTS
+        return _cached(cache, 8, (self._key, self.layout.tp), derive)
 
     def _loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         assert self._loss_fn is not None

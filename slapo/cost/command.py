@@ -18,8 +18,13 @@ from slapo.cost.calibrate import calibrate
 from slapo.cost.layout import DATA_PARALLEL, SCHEDULES, TARGETS
 from slapo.cost.machine import MACHINES, Machine, machine_of
 from slapo.cost.result import DryRun
+from slapo.cost.suggestions import suggest
 from slapo.errors import MissingPackageError, SlapoError
 
+_MACHINES = (
+    f"of {', '.join(MACHINES)}; here, which measures this one; or four numbers: bytes of memory, "
+    "operations per second, bytes per second of memory and of links (%(default)s)"
+)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -32,12 +37,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.plot:
             found.plot(given.plot)
     except Exception as error:  # a status of 1 would say that it does not fit
-        message = error.args[0] if isinstance(error, KeyError) and error.args else error
-        if not isinstance(error, (SlapoError, ValueError, TypeError, KeyError, OSError)):
-            message = f"{type(error).__name__}: {error}"
-        print(f"slapo dryrun: {message}", file=sys.stderr)
-        return 2
+        return _said("dryrun", error)
     return 0 if found.fits else 1
+
+
+def _said(command: str, error: Exception) -> int:
+    message = error.args[0] if isinstance(error, KeyError) and error.args else error
+    if not isinstance(error, (SlapoError, ValueError, TypeError, KeyError, OSError)):
+        message = f"{type(error).__name__}: {error}"
+    print(f"slapo {command}: {message}", file=sys.stderr)
+    return 2
+
+
+def suggest_main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``slapo suggest``; the status is 0, 1 where nothing fits, 2 for wrong usage."""
+    parser = argparse.ArgumentParser(
+        prog="slapo suggest",
+        description="The layouts of a model on so many GPUs, by predicted tokens per second, and "
+        "the lines to type for the fastest: no weights, no GPU.",
+        epilog="The status is 1 if none fits; it says then what would.",
+    )
+    parser.add_argument("config", help="a config.json of Transformers, or the folder of one")
+    parser.add_argument("--machine", default="h100-80gb", help=_MACHINES)
+    parser.add_argument("--gpus", type=int, default=8, help="number of devices (%(default)s)")
+    parser.add_argument("--seq", type=int, help="tokens of a sample; by default at most 4096")
+    parser.add_argument("--batch", type=int, help="samples of a step in all; 8 for each device")
+    parser.add_argument("--key", default="auto", help="a recipe (slapo recipes; %(default)s)")
+    parser.add_argument("--dtype", choices=_DTYPES, default="bf16")
+    parser.add_argument("--count", type=int, default=10, help="lines of the table (%(default)s)")
+    given = parser.parse_args(arguments)
+    try:
+        found = suggest(
+            config_of(given.config),
+            machine=_machine(given.machine),
+            gpus=given.gpus,
+            seq_len=given.seq,
+            batch=given.batch,
+            recipe=given.key,
+            dtype=_DTYPES[given.dtype],
+            say=lambda text: print(text, file=sys.stderr, flush=True),
+        )
+        print(found.text(given.count))
+    except Exception as error:
+        return _said("suggest", error)
+    return 0 if found.fitting else 1
 
 
 def _run(given: argparse.Namespace) -> DryRun:
@@ -131,8 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--machine",
         default="h100-80gb",
-        help=f"of {', '.join(MACHINES)}; here, which measures this one; or four numbers: bytes of "
-        "memory, operations per second, bytes per second of memory and of links (%(default)s)",
+        help=_MACHINES,
     )
     parser.add_argument("--nodes", type=int, help="machines: fills them with replicas")
     for name, what in (("pp", "stages"), ("tp", "ranks that tensors are split over")):

@@ -23,7 +23,7 @@ assert families.__doc__, "imported for the recipes that it registers"
 
 def apply_schedule(
     model: nn.Module | Schedule,
-    key: str,
+    key: str | Recipe,
     *,
     model_config: Any = None,
     prefix: str = "",
@@ -44,7 +44,7 @@ def apply_schedule(
         That of a recipe (``slapo recipes`` lists them), or of :func:`register_schedule`; or
         ``"auto"``, for any model: the recipe of its family, or else what :func:`slapo.draft`
         derives; in one process, what needs to know the layers alone. ``"draft"`` derives one for
-        any model.
+        any model. Or a recipe itself, such as ``slapo.draft(...).recipe``.
     model_config
         Sizes of the model; by default ``model.config``.
     prefix
@@ -104,7 +104,7 @@ def apply_schedule(
     'LossHead'
     >>> model, _ = slapo.build(sch)
     """
-    own = None if key in (AUTO, DRAFT) else schedule_of(key)
+    own = None if isinstance(key, Recipe) or key in (AUTO, DRAFT) else schedule_of(key)
     if own is not None:
         given = {"model_config": model_config, "prefix": prefix, "group": group, "mesh": mesh}
         said = {name: value for name, value in given.items() if value not in (None, "")}
@@ -114,7 +114,7 @@ def apply_schedule(
     config: Any = getattr(sch.mod, "config", None) if model_config is None else model_config
     base = base_path(sch.mod, prefix)
     text = text_config(config)
-    recipe = _recipe(key, sch, base, config, checked)
+    recipe = key if isinstance(key, Recipe) else _recipe(key, sch, base, config, checked)
     if model_config is not None:
         _check_config(sch.mod, model_config, text, recipe)
     apply_recipe(sch, recipe, checked, text, base, is_foreign=_is_foreign(key, config))
@@ -140,10 +140,12 @@ def _recipe(key: str, sch: Schedule, base: str, config: Any, options: Options) -
         ) from error
 
 
-def _is_foreign(key: str, config: Any) -> bool:
+def _is_foreign(key: str | Recipe, config: Any) -> bool:
     """Return whether the recipe of a key is not the one that the model's own family has."""
+    if isinstance(key, Recipe) or key in (AUTO, DRAFT):
+        return False
     family = getattr(config, "model_type", None)
-    return key not in (AUTO, DRAFT) and bool(family) and not have_one_recipe(key, str(family))
+    return bool(family) and not have_one_recipe(key, str(family))
 
 
 def _check_config(model: Any, given: Any, text: Any, recipe: Recipe) -> None:
@@ -162,12 +164,13 @@ def _check_config(model: Any, given: Any, text: Any, recipe: Recipe) -> None:
         )
 
 
-def _options(key: str, given: dict[str, Any]) -> Options:
+def _options(key: str | Recipe, given: dict[str, Any]) -> Options:
     known = [each.name for each in fields(Options)]
+    shown = repr(key) if isinstance(key, str) else "recipes"
     for name in given:
         if name not in known:
             raise TypeError(
-                with_nearest(name, known, f"{name!r} is no option of {key!r}; there are {known}")
+                with_nearest(name, known, f"{name!r} is no option of {shown}; there are {known}")
             )
     return Options(**given)
 

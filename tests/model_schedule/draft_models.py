@@ -488,7 +488,6 @@ OWN: dict[str, tuple[tuple[Any, ...], float]] = {
     "alibi": ((Alibi, Gated), 0.60),
     "norm over all": ((WholeNorm, Gated), 0.95),
     "norm written out": ((WrittenNorm, Gated), 0.60),
-    "indexed": ((Indexed, Gated), 0.60),
     "own backward": ((OwnBackward, Gated), 0.95),
     "experts": ((Packed, Mixture), 0.95),
     "recurrent": ((Recurrent, Packed), 0.55),

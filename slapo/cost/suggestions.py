@@ -1,0 +1,376 @@
+"""``slapo.suggest``: the layouts of a model on so many devices, the fastest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from slapo.cost.api import dryrun
+from slapo.cost.machine import Machine, machine_of
+from slapo.cost.models import Source
+from slapo.cost.result import DryRun, aligned, engine_of, size_of
+from slapo.errors import SlapoError
+from slapo.model_schedule.registry import AUTO
+
+#: Options of an engine: on each of them what a step needs of memory and of links is another.
+ENGINES: tuple[dict[str, Any], ...] = (
+    {"target": "torch", "data_parallel": "ddp"},
+    {"target": "torch", "data_parallel": "fsdp"},
+    {"target": "deepspeed", "zero": 1},
+    {"target": "deepspeed", "zero": 2},
+    {"target": "deepspeed", "zero": 3},
+)
+#: Shares of the layers that compute their activations again.
+RATIOS = (0.0, 0.5, 1.0)
+#: Samples of a replica in a step, by default; a micro-batch is at most so large.
+SAMPLES, LARGEST_MICRO = 8, 8
+#: Tokens of a sample, by default, if the model has so many positions.
+LENGTH = 4096
+#: So many sizes of a layout, by their speed, get larger micro-batches than one sample.
+FASTEST = 2
+#: More devices than these are not asked for where nothing fits.
+MOST_GPUS = 4096
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """One layout.
+
+    Parameters
+    ----------
+    dry_run
+        What it costs.
+    options
+        Of :func:`slapo.apply_schedule`.
+    """
+
+    dry_run: DryRun
+    options: dict[str, Any]
+
+    def lines(self, key: str = AUTO) -> str:
+        """The lines of a script that run it."""
+        layout, dtype = self.dry_run.layout, str(self.dry_run.dtype)
+        sizes = ", ".join(f"{name}={getattr(layout, name)}" for name in ("pp", "dp", "tp"))
+        options = {**self.options, **({"pipeline_cuts": layout.pp} if layout.pp > 1 else {})}
+        said = "".join(f", {name}={_quoted(value)}" for name, value in options.items())
+        engine = {"target": layout.target, "micro_batches": layout.micro_batches}
+        if layout.data_parallel != "ddp":
+            engine["data_parallel"] = layout.data_parallel
+        if layout.zero:
+            engine["zero"] = layout.zero
+        engine |= {"pipeline_schedule": layout.schedule} if layout.pp > 1 else {}
+        built = "".join(f"    {name}={_quoted(value)},\n" for name, value in engine.items())
+        return (
+            f"mesh = slapo.init_mesh({sizes})\n"
+            f"sch = slapo.apply_schedule(model, {_quoted(key)}, mesh=mesh{said})\n"
+            "engine, _ = slapo.build(\n    sch,\n    mesh=mesh,\n    loss_fn=loss_fn,\n"
+            "    optimizer=functools.partial(torch.optim.AdamW, lr=3e-4),\n"
+            f"    dtype={dtype},\n{built})  # {layout.batch} samples of each replica in a step"
+        )
+
+
+def _quoted(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+@dataclass(frozen=True)
+class Suggestions:
+    """All layouts that were tried.
+
+    Parameters
+    ----------
+    fitting
+        Those that fit, by predicted tokens (or samples) per second, the fastest first.
+    closest
+        The one that takes the least memory, of those that do not fit; None if none was tried.
+    refused
+        What the model or an engine refuses -> how many layouts it excludes.
+    advice
+        What would fit, where nothing does.
+    key
+        Of the recipe.
+
+    Examples
+    --------
+    >>> import slapo
+    >>> from transformers import LlamaConfig
+    >>> config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=4,
+    ...     num_attention_heads=4, vocab_size=256)
+    >>> found = slapo.suggest(config, machine="h100-80gb", gpus=2, seq_len=64)
+    >>> found.best.dry_run.layout.ranks
+    2
+    """
+
+    fitting: tuple[Suggestion, ...]
+    closest: Suggestion | None
+    refused: dict[str, int]
+    advice: str
+    key: str
+
+    @property
+    def best(self) -> Suggestion:
+        """The fastest layout that fits.
+
+        Raises
+        ------
+        SlapoError
+            If none fits; the message says what would.
+        """
+        if not self.fitting:
+            raise SlapoError(self.advice)
+        return self.fitting[0]
+
+    def text(self, count: int = 10) -> str:
+        """The fastest layouts, a line each, and the lines of a script for the first."""
+        if not self.fitting:
+            return self.advice
+        run, all_of = self.best.dry_run, len(self.fitting)
+        shown = f"the fastest {count} of {all_of} that fit" if all_of > count else "all that fit"
+        return "\n".join(
+            [
+                f"{run.model} on {run.layout.ranks} x {run.machine.name} "
+                f"({'measured' if run.machine.is_measured else 'data sheet'}), "
+                f"{run.layout.batch * run.layout.dp} samples in a step; {shown}:",
+                *aligned(_HEAD, *map(_row, self.fitting[:count])),
+                "",
+                self.best.lines(self.key),
+            ]
+        )
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+_HEAD = ["", "tp", "pp", "dp", "engine", "recomputed", "micro-batch", "memory", "MFU", "per second"]
+
+
+def _row(suggestion: Suggestion) -> list[str]:
+    run, layout = suggestion.dry_run, suggestion.dry_run.layout
+    speed = run.tokens_per_second or run.throughput
+    sizes = [str(getattr(layout, name)) for name in ("tp", "pp", "dp")]
+    ratio = suggestion.options.get("ckpt_ratio", 0.0)
+    unit = "tokens" if run.tokens_per_second else "samples"
+    cells = [engine_of(layout), f"{ratio:.0%}", str(layout.micro), size_of(run.peak)]
+    return ["", *sizes, *cells, f"{run.mfu:.1%}", f"{speed:,.0f} {unit}"]
+
+
+def suggest(
+    model_config: Source,
+    *,
+    machine: str | Machine = "h100-80gb",
+    gpus: int = 8,
+    seq_len: int | None = None,
+    batch: int | None = None,
+    recipe: str = AUTO,
+    dtype: torch.dtype = torch.bfloat16,
+    say: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Suggestions:
+    """Predict all layouts of a model on so many devices, and sort those that fit.
+
+    The dry run (:func:`slapo.dryrun`) of every product of pipeline, data and tensor parallelism,
+    engine, share of recomputed layers and size of a micro-batch, on one process and without
+    weights. Tensor parallelism stays within a node, and shards tokens too where the recipe can.
+
+    Parameters
+    ----------
+    model_config
+        A config of Transformers, or a function without arguments that makes the model.
+    machine
+        A name of ``slapo.cost.MACHINES``, or a :class:`slapo.cost.Machine`.
+    gpus
+        Number of devices.
+    seq_len
+        Tokens of a sample; by default 4,096, or as many positions as the model has.
+    batch
+        Samples of a step, over all replicas; by default 8 for each device.
+    recipe
+        A key of :func:`slapo.apply_schedule`.
+    dtype
+        In which the model computes.
+    say
+        Called with a line for each layout size, as the search goes on.
+    **options
+        Of the recipe and of :func:`slapo.dryrun`, such as ``fused_loss=True``.
+
+    Returns
+    -------
+    Suggestions
+        ``print`` it for a table and the lines to type for the fastest one.
+
+    Raises
+    ------
+    ValueError
+        For a number of devices that makes no layout.
+    SlapoError
+        If the model cannot be run without numbers.
+
+    Examples
+    --------
+    >>> import slapo
+    >>> from transformers import GPT2Config
+    >>> config = GPT2Config(n_layer=4, n_embd=64, n_head=4, vocab_size=128)
+    >>> found = slapo.suggest(config, machine="v100-16gb", gpus=2, seq_len=32)
+    >>> found.fitting[0].dry_run.fits
+    True
+    """
+    if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
+        raise ValueError(f"gpus is {gpus!r}; pass a whole number from 1 on")
+    length = _length(model_config) if seq_len is None else seq_len
+    ask = _Search(model_config, machine_of(machine), length, recipe, dtype, options)
+    found = ask.over(gpus, SAMPLES * gpus if batch is None else batch, say)
+    if found.fitting or found.closest is None:
+        return found
+    return replace(found, advice=_advice(ask, found.closest, gpus))
+
+
+def _length(source: Any) -> int:
+    positions = getattr(source, "max_position_embeddings", None)
+    return min(LENGTH, positions) if isinstance(positions, int) else LENGTH
+
+
+def _advice(ask: _Search, closest: Suggestion, gpus: int) -> str:
+    """What would fit: more devices, or shorter samples."""
+    run = closest.dry_run
+    lines = [
+        f"nothing fits: {run.model} takes {size_of(run.peak)} of {size_of(run.machine.memory)} on "
+        f"{gpus} x {run.machine.name} at least, with {_described(closest)}"
+    ]
+    count = 2 * gpus
+    while count <= MOST_GPUS:
+        more = ask.over(count, SAMPLES * count, None, only_least=True)
+        if more.fitting:
+            lines.append(f"what would: {count} of them, with {_described(more.best)}")
+            break
+        count *= 2
+    for part in (2, 4, 8) if ask.length >= 64 else ():
+        shorter = replace(ask, length=ask.length // part)
+        less = shorter.over(gpus, SAMPLES * gpus, None, only_least=True)
+        if less.fitting:
+            lines.append(f"what would: seq_len={shorter.length}, with {_described(less.best)}")
+            break
+    if len(lines) == 1:
+        lines.append("a device with more memory, or a smaller model, would")
+    return "\n".join(lines)
+
+
+def _described(suggestion: Suggestion) -> str:
+    layout = suggestion.dry_run.layout
+    ratio = suggestion.options.get("ckpt_ratio", 0.0)
+    return (
+        f"pp {layout.pp}, dp {layout.dp}, tp {layout.tp}, {engine_of(layout)}, {ratio:.0%} of the "
+        f"layers recomputed, micro-batches of {layout.micro}"
+    )
+
+
+@dataclass(frozen=True)
+class _Search:
+    """A model, and what all of its layouts share."""
+
+    source: Source
+    machine: Machine
+    length: int
+    recipe: str
+    dtype: torch.dtype
+    options: dict[str, Any]
+
+    def over(
+        self, gpus: int, batch: int, say: Callable[[str], None] | None, only_least: bool = False
+    ) -> Suggestions:
+        """All layouts of so many devices, or those alone that take the least memory.
+
+        Micro-batches of one sample say which sizes of a layout are the fastest; only these get
+        larger ones, and only with what fits so far.
+        """
+        tried: list[Suggestion] = []
+        refused: dict[str, int] = {}
+        first = len(RATIOS) - 1 if only_least else 0
+        fit: dict[tuple[int, int], list[_Choice]] = {}
+
+        def extend(tp: int, pp: int, micro: int, choices: list[_Choice]) -> list[_Choice]:
+            """The choices that fit."""
+            dp, fits = gpus // tp // pp, []
+            for engine, start in choices:
+                for number in range(start, len(RATIOS)):
+                    layout = tp, pp, dp, batch, micro
+                    found = self._one(layout, ENGINES[engine], RATIOS[number], refused)
+                    tried.extend([found] if found else [])
+                    if found is None or found.dry_run.fits:
+                        fits += [(engine, number)] if found else []
+                        break  # to compute more again is no faster
+            if say is not None:
+                count = sum(each.dry_run.fits for each in tried)
+                at = f"tp {tp}, pp {pp}, dp {dp}, micro-batches of {micro}"
+                say(f"{at}: {count} of {len(tried)} layouts fit so far")
+            return fits
+
+        for tp, pp in _sizes(gpus, self.machine.devices):
+            engines = ENGINES if gpus > tp * pp else ENGINES[:1]
+            fit[tp, pp] = extend(tp, pp, 1, [(number, first) for number in range(len(engines))])
+        if not only_least:
+            layouts = [each.dry_run.layout for each in _fitting(tried)]
+            for size in [*dict.fromkeys((each.tp, each.pp) for each in layouts)][:FASTEST]:
+                micro = 2
+                while fit[size] and micro <= LARGEST_MICRO:
+                    fit[size] = extend(*size, micro, fit[size])
+                    micro *= 2
+        full = [each for each in tried if not each.dry_run.fits]
+        closest = min(full, key=lambda each: each.dry_run.peak, default=None)
+        advice = "" if tried else "no layout can run: " + "; ".join(refused)
+        return Suggestions(_fitting(tried), closest, refused, advice, self.recipe)
+
+    def _one(
+        self,
+        layout: tuple[int, int, int, int, int],
+        engine: dict[str, Any],
+        ratio: float,
+        refused: dict[str, int],
+    ) -> Suggestion | None:
+        """The dry run of a layout; None if the model or the engine refuses it."""
+        tp, pp, dp, batch, micro = layout
+        options: dict[str, Any] = {**self.options, **({"ckpt_ratio": ratio} if ratio else {})}
+        spread: dict[str, Any] = {"sequence_parallel": True}
+        said = f"{batch} samples make no micro-batches of {micro} on {dp} replicas"
+        for more in (spread, {}) if tp > 1 else ({},):
+            if batch % (dp * micro):
+                break
+            try:
+                run = dryrun(
+                    self.recipe,
+                    self.source,
+                    mesh={"pp": pp, "dp": dp, "tp": tp},
+                    machine=self.machine,
+                    batch=batch // dp,
+                    seq_len=self.length,
+                    micro_batches=batch // (dp * micro),
+                    dtype=self.dtype,
+                    **engine,
+                    **options,
+                    **more,
+                )
+                return Suggestion(run, {**options, **more})
+            except (ValueError, TypeError, SlapoError) as error:
+                said = str(error).partition("; ")[0]
+        refused[said] = refused.get(said, 0) + 1
+        return None
+
+
+#: Number of an engine, and of the share of recomputed layers that is tried first.
+_Choice = tuple[int, int]
+
+
+def _fitting(tried: list[Suggestion]) -> tuple[Suggestion, ...]:
+    fit = [each for each in tried if each.dry_run.fits]
+    return tuple(sorted(fit, key=lambda each: -each.dry_run.throughput))
+
+
+def _sizes(gpus: int, devices: int) -> Iterator[tuple[int, int]]:
+    """Tensor-parallel ranks, within a node, and stages."""
+    tp = 1
+    while tp <= min(gpus, devices) and gpus % tp == 0:
+        rest = gpus // tp
+        yield from ((tp, pp) for pp in range(1, min(rest, 64) + 1) if rest % pp == 0)
+        tp *= 2
