@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from slapo.pretrained import load_pretrained, save_pretrained
     from slapo.record import ScheduleRecord
     from slapo.saving.steps import checkpoints
+    from slapo.training import fit
     from slapo.verify import Verify
     from slapo.verify.bisect import bisect
     from slapo.verify.placement import check, register_place_rule
@@ -80,6 +81,7 @@ __all__ = [
     "create_schedule",
     "draft",
     "dryrun",
+    "fit",
     "get_logger",
     "get_rng_tracker",
     "init_empty_weights",
@@ -111,6 +113,7 @@ _LATE = {
     "clip_grad_norm_": "slapo.clip",
     "draft": "slapo.model_schedule",
     "dryrun": "slapo.cost",
+    "fit": "slapo.training",
     "get_cuda_rng_tracker": "slapo.random",
     "init_mesh": "slapo.mesh",
     "is_random_seed_set": "slapo.random",

@@ -26,7 +26,7 @@ FLOORS = [
     ["clip", "selection"],
     ["schedule"],
     ["verify"],
-    ["derive", "pretrained"],
+    ["derive", "pretrained", "training"],
     ["_build", "_replay"],
     ["autotune", "model_schedule"],
     ["cost"],

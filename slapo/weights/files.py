@@ -63,12 +63,12 @@ def temporary_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.tmp")
 
 
-def progress_bar(what: str, total: int | None = None) -> Any:
-    """A bar of bytes on the first rank, for what takes longer than a second."""
+def progress_bar(what: str, total: int | None = None, unit: str = "B") -> Any:
+    """A bar on the first rank, of bytes by default, for what takes longer than a second."""
     hub: Any = importlib.import_module("torch.hub")  # where it is, unless tqdm is not installed
     is_first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
     return hub.tqdm(
-        total=total, desc=what, unit="B", unit_scale=True, delay=1.0, disable=not is_first
+        total=total, desc=what, unit=unit, unit_scale=unit == "B", delay=1.0, disable=not is_first
     )
 
 

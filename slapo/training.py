@@ -1,0 +1,265 @@
+"""``slapo.fit``: the loop around an engine that most scripts write."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slapo.agreement import communication_device, has_peers
+from slapo.framework_dialect import Engine
+from slapo.logger import get_logger
+from slapo.saving.steps import checkpoints
+from slapo.weights.files import progress_bar
+
+logger = get_logger("slapo")
+
+#: What a step is worth knowing of: names and numbers.
+Metrics = dict[str, float]
+#: A function of (step, metrics), TensorBoard's ``SummaryWriter``, or a run of Weights & Biases.
+Log = Any
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def fit(
+    engine: Engine,
+    data: Iterable[Any],
+    *,
+    steps: int,
+    eval_data: Iterable[Any] | None = None,
+    eval_every: int | None = None,
+    scheduler: Any = None,
+    save: str | os.PathLike[str] | None = None,
+    save_every: int | None = None,
+    keep: int = 2,
+    log: Log | Sequence[Log] = (),
+    log_every: int = 1,
+) -> list[Metrics]:
+    """Train to a number of steps, with progress, evaluation, saving and resuming.
+
+    Every rank calls it. With ``save`` it goes on from the last complete step in that folder, so
+    the same call resumes a job that was killed, also at another layout. Ctrl-C and SIGTERM end the
+    step that runs, save, and return.
+
+    Parameters
+    ----------
+    engine
+        What :func:`slapo.build` returns.
+    data
+        ``(inputs, targets)`` as for ``engine.train_batch``. What can be iterated again, as a
+        ``DataLoader``, is begun anew at its end. Data with ``state_dict`` and ``load_state_dict``
+        is resumed by these; of other data, the batches of earlier steps are skipped.
+    steps
+        Steps of the optimizer in all, those before a resumed one too.
+    eval_data
+        Batches for ``engine.eval_batch``, all of them each time; their mean loss is ``eval_loss``.
+    eval_every
+        Steps between evaluations; by default at the end alone.
+    scheduler
+        Stepped after each step, where ``build`` was given none.
+    save
+        Folder for the steps that are saved.
+    save_every
+        Steps between savings; by default at the end alone.
+    keep
+        So many of the last steps are kept.
+    log
+        On the first rank: called as ``log(step, metrics)``. A TensorBoard ``SummaryWriter`` and a
+        run of Weights & Biases are taken as they are; several of them as a list.
+    log_every
+        Steps between these.
+
+    Returns
+    -------
+    list of dict
+        For each step here: ``loss``, ``seconds``, ``samples_per_second``, ``tokens_per_second``
+        (with ``input_ids``), ``grad_norm`` (if the engine measures it), ``lr``, ``memory_gib`` (the
+        peak of this rank), ``eval_loss`` where it was computed.
+
+    Raises
+    ------
+    ValueError
+        If a number of steps is not a whole number from 1 on, or data ends before `steps`.
+
+    Examples
+    --------
+    >>> import slapo, torch
+    >>> sch = slapo.create_schedule(torch.nn.Linear(4, 1))
+    >>> engine, _ = slapo.build(sch, target="torch", mesh=slapo.init_mesh(device="cpu"),
+    ...     loss_fn=torch.nn.functional.mse_loss, optimizer=torch.optim.AdamW)
+    >>> data = [(torch.ones(2, 4), torch.ones(2, 1))]
+    >>> history = fit(engine, data, steps=3)
+    >>> len(history), engine.step_count
+    (3, 3)
+    """
+    counts = {"steps": steps, "eval_every": eval_every, "save_every": save_every}
+    for name, value in {**counts, "log_every": log_every, "keep": keep}.items():
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"fit: {name} is {value!r}; pass a whole number from 1 on")
+    loop = _Loop(engine, data, log if isinstance(log, (list, tuple)) else [log])
+    loop.resume(save)
+    saved = engine.step_count
+    with loop.signals(save is not None), progress_bar("fit", steps, "step") as bar:
+        bar.update(engine.step_count)
+        while engine.step_count < steps and not loop.has_stopped():
+            metrics = loop.step()
+            done = engine.step_count
+            if scheduler is not None:
+                scheduler.step()
+            if eval_data is not None and _is_due(done, eval_every, steps):
+                metrics["eval_loss"] = loop.evaluate(eval_data)
+            if _is_due(done, log_every, steps):
+                bar.update(done - bar.n)
+                bar.set_description(f"fit: loss {metrics['loss']:.4g}")
+                loop.say(metrics)
+            if save is not None and save_every and _is_due(done, save_every, steps):
+                engine.save(save, data=loop.state, keep=keep, wait=done == steps)
+                saved = done
+        if save is not None and engine.step_count > saved:
+            engine.save(save, data=loop.state, keep=keep)
+    return loop.history
+
+
+def _is_due(done: int, every: int | None, steps: int) -> bool:
+    return done == steps or bool(every and done % every == 0)
+
+
+class _Loop:
+    """One call of :func:`fit`."""
+
+    def __init__(self, engine: Engine, data: Iterable[Any], logs: Sequence[Log]) -> None:
+        self.engine, self.data, self.logs = engine, data, logs
+        self.history: list[Metrics] = []
+        #: what saves and restores its own position
+        self.state: Any = data if hasattr(data, "state_dict") else None
+        self._iterator: Iterator[Any] | None = None
+        self._is_first = not has_peers() or dist.get_rank() == 0
+        self._signal = 0
+
+    # --- data ------------------------------------------------------------------------------------
+    def resume(self, run: Any) -> None:
+        """Go on from the last complete step of a run, if there is one."""
+        if run is not None and Path(run).is_dir() and checkpoints(run):
+            notes = self.engine.load(run, data=self.state).notes
+            if self._is_first:
+                said = "".join(f"; {note}" for note in notes)
+                logger.info("fit: goes on from step %d of %s%s", self.engine.step_count, run, said)
+        for _ in range(self.engine.step_count if self.state is None else 0):
+            self._next()
+
+    def _next(self) -> Any:
+        """The next batch; data that can be iterated again begins anew."""
+        for _ in range(2):
+            if self._iterator is None:
+                self._iterator = iter(self.data)
+            for batch in self._iterator:
+                return batch
+            again = iter(self.data)
+            self._iterator = None if again is self._iterator else again
+        raise ValueError(
+            f"fit: data ended after {self.engine.step_count} steps; pass more of it, or something "
+            "that can be iterated again, such as a list or a DataLoader"
+        )
+
+    # --- steps -----------------------------------------------------------------------------------
+    def step(self) -> Metrics:
+        """One step, and what is worth knowing of it."""
+        counts: Metrics = {}
+
+        def counted() -> Iterator[Any]:
+            batch = self._next()
+            counts.update(_counts(batch[0], self.engine.mesh["dp"].size()))
+            yield batch
+
+        start = time.perf_counter()
+        metrics = {"loss": float(self.engine.train_batch(counted()))}
+        seconds = metrics["seconds"] = time.perf_counter() - start
+        metrics |= {f"{name}_per_second": count / seconds for name, count in counts.items()}
+        if self.engine.grad_norm is not None:
+            metrics["grad_norm"] = float(self.engine.grad_norm)
+        groups = getattr(self.engine.optimizer, "param_groups", None) or [{}]
+        metrics |= {"lr": float(groups[0]["lr"])} if "lr" in groups[0] else {}
+        metrics["memory_gib"] = _peak() / 2**30
+        self.history.append(metrics)
+        return metrics
+
+    def evaluate(self, data: Iterable[Any]) -> float:
+        """The mean loss of all batches, by their number."""
+        batches = map(iter, ([batch] for batch in data))
+        losses = [float(self.engine.eval_batch(batch)) for batch in batches]  # type: ignore[arg-type]
+        if not losses:
+            raise ValueError("fit: eval_data is empty; pass a list of batches or a DataLoader")
+        return sum(losses) / len(losses)
+
+    def say(self, metrics: Metrics) -> None:
+        """Call the logs, on the first rank."""
+        step = self.engine.step_count
+        for log in self.logs if self._is_first else ():
+            if hasattr(log, "add_scalar"):
+                for name, value in metrics.items():
+                    log.add_scalar(name, value, step)
+            elif hasattr(log, "log"):
+                log.log(metrics, step=step)
+            else:
+                log(step, metrics)
+
+    # --- the end ---------------------------------------------------------------------------------
+    @contextmanager
+    def signals(self, are_noted: bool) -> Iterator[None]:
+        """Ctrl-C and SIGTERM are noted; a second one acts as it did before."""
+        before: dict[int, Any] = {}
+
+        def note(number: int, frame: Any) -> None:
+            self._signal = number
+            restore()
+
+        def restore() -> None:
+            while before:
+                signal.signal(*before.popitem())
+
+        if are_noted and threading.current_thread() is threading.main_thread():
+            before.update({each: signal.signal(each, note) for each in _SIGNALS})
+        try:
+            yield
+        finally:
+            restore()
+
+    def has_stopped(self) -> bool:
+        """Return whether any rank was asked to stop: all stop after the same step."""
+        asked = torch.tensor(self._signal)
+        if has_peers():
+            asked = asked.to(communication_device(None))
+            dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+        if asked and self._is_first:
+            name = signal.Signals(int(asked)).name
+            logger.warning("fit: %s after step %d; saving", name, self.engine.step_count)
+        return bool(asked)
+
+
+def _counts(inputs: Any, replicas: int) -> Metrics:
+    """Samples of a step, and tokens where there are any."""
+    leaves: Any = [inputs] if isinstance(inputs, Tensor) else inputs
+    leaves = leaves.values() if isinstance(leaves, dict) else leaves
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    ids = inputs.get("input_ids") if isinstance(inputs, dict) else None
+    found = {"samples": float(replicas * len(tensors[0]))} if tensors else {}
+    return found | ({"tokens": float(replicas * ids.numel())} if isinstance(ids, Tensor) else {})
+
+
+def _peak() -> float:
+    """Bytes of this rank's peak: of its accelerator, else of the process."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024.0 * peak

@@ -1,0 +1,220 @@
+"""``slapo.fit``: the loop, resumed and stopped."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import slapo
+from tests.distributed import run_distributed
+
+STEPS = 6
+
+
+def engine(tp: int = 1, **options: Any) -> Any:
+    mesh = slapo.init_mesh(tp=tp, device="cpu")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 2))
+    sch = slapo.create_schedule(model, mesh=mesh)
+    if tp > 1:
+        sch["0"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
+        sch["3"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+        sch["2"].fork_rng()
+    slapo.set_random_seed(3, mesh=mesh)
+    made = functools.partial(torch.optim.AdamW, lr=0.01)
+    ask: dict[str, Any] = {"target": "torch", "loss_fn": F.mse_loss, "optimizer": made}
+    return slapo.build(sch, mesh=mesh, **ask, **options)[0]
+
+
+def batches(count: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        (torch.randn(3, 4, generator=generator), torch.randn(3, 2, generator=generator))
+        for _ in range(count)
+    ]
+
+
+def losses(history: list[dict[str, float]]) -> list[float]:
+    return [each["loss"] for each in history]
+
+
+def plain(tp: int = 1) -> list[float]:
+    """The loop that everybody writes."""
+    made, data = engine(tp), batches()
+    return [float(made.train_batch(iter([data[step % 4]]))) for step in range(STEPS)]
+
+
+# --- the loop ------------------------------------------------------------------------------------
+def test_it_is_the_plain_loop() -> None:
+    history = slapo.fit(engine(clip_grad_norm=1.0), batches(), steps=STEPS)
+    assert len(losses(history)) == STEPS
+    assert losses(slapo.fit(engine(), batches(), steps=STEPS)) == plain()
+    for name in ("seconds", "samples_per_second", "grad_norm", "lr", "memory_gib"):
+        assert all(each[name] > 0 for each in history), name
+
+
+def test_evaluation_scheduler_and_logs() -> None:
+    said: list[tuple[int, dict[str, float]]] = []
+
+    class Writer:
+        def __init__(self) -> None:
+            self.scalars: list[tuple[str, float, int]] = []
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            self.scalars.append((name, value, step))
+
+    class Run:
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        def log(self, metrics: dict[str, float], step: int) -> None:
+            self.steps.append(step)
+
+    made, writer, run = engine(), Writer(), Run()
+    scheduler = torch.optim.lr_scheduler.StepLR(made.optimizer, 1, gamma=0.5)
+    history = slapo.fit(
+        made,
+        batches(),
+        steps=5,
+        eval_data=batches(2),
+        eval_every=2,
+        scheduler=scheduler,
+        log=[lambda step, metrics: said.append((step, metrics)), writer, run],
+        log_every=2,
+    )
+    assert [each["lr"] for each in history] == [0.01, 0.005, 0.0025, 0.00125, 0.000625]
+    assert ["eval_loss" in each for each in history] == [False, True, False, True, True]
+    assert [step for step, _ in said] == run.steps == [2, 4, 5]
+    assert ("loss", history[1]["loss"], 2) in writer.scalars
+    by_hand = [float(made.eval_batch(iter([batch]))) for batch in batches(2)]
+    assert history[-1]["eval_loss"] == pytest.approx(sum(by_hand) / 2)
+
+
+# --- resumed and stopped -------------------------------------------------------------------------
+class Positioned:
+    """Data that restores its own position."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __iter__(self) -> Any:
+        while True:
+            self.number += 1
+            yield batches()[(self.number - 1) % 4]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
+@pytest.mark.parametrize("data", [batches, Positioned])
+def test_the_same_call_goes_on(data: Any, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = slapo.fit(engine(), data(), steps=3, save=run, save_every=2)
+    assert [path.name for path in slapo.checkpoints(run)] == ["step_00000002", "step_00000003"]
+    second = slapo.fit(engine(), data(), steps=STEPS, save=run, save_every=2)
+    assert losses([*first, *second]) == plain()
+    assert slapo.fit(engine(), data(), steps=STEPS, save=run) == []
+
+
+def on_two(rank: int, world_size: int, run: str) -> list[float]:
+    wanted = plain(2)
+    first = slapo.fit(engine(2), batches(), steps=2, save=run)
+    second = slapo.fit(engine(2), batches(), steps=STEPS, save=run)
+    assert losses([*first, *second]) == wanted
+    return wanted
+
+
+@pytest.mark.distributed
+def test_over_two_ranks(tmp_path: Path) -> None:
+    first, second = run_distributed(on_two, 2, str(tmp_path / "run"))
+    assert first == second
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_a_step_and_save(number: signal.Signals, tmp_path: Path) -> None:
+    def stop(step: int, metrics: dict[str, float]) -> None:
+        if step == 3:
+            os.kill(os.getpid(), number)
+
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    first = slapo.fit(engine(), batches(), steps=STEPS, save=tmp_path / "run", log=stop)
+    assert len(first) == 3
+    assert [path.name for path in slapo.checkpoints(tmp_path / "run")] == ["step_00000003"]
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+    second = slapo.fit(engine(), batches(), steps=STEPS, save=tmp_path / "run")
+    assert losses([*first, *second]) == plain()
+
+
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+import slapo
+from tests.test_training import STEPS, batches, engine
+run, said = Path(sys.argv[1]), Path(sys.argv[2])
+def log(step, metrics):
+    with said.open("a") as file:
+        print(json.dumps([step, metrics["loss"]]), file=file)
+class Data:
+    def __iter__(self):
+        for number in range(100):
+            first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+            if first and number == 4 and os.environ["RANK"] == "1":
+                os._exit(7)
+            yield batches()[number % 4]
+slapo.fit(engine(2), Data(), steps=STEPS, save=run, save_every=2, log=log)
+"""
+
+
+def all_losses(rank: int, world_size: int) -> list[float]:
+    return plain(2)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_job_that_loses_a_rank_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    said = tmp_path / "said"
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    paths = [str(tmp_path / name) for name in ("train.py", "run", "said")]
+    ended = subprocess.run(
+        [sys.executable, *launch, "--max-restarts", "1", *paths],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found = [json.loads(line) for line in said.read_text().splitlines()]
+    wanted = run_distributed(all_losses, 2)[0]
+    assert [step for step, _ in found][:4] == [1, 2, 3, 4]
+    assert found[-1][0] == STEPS
+    assert all(loss == wanted[step - 1] for step, loss in found)
+
+
+# --- mistakes ------------------------------------------------------------------------------------
+def test_mistakes() -> None:
+    with pytest.raises(ValueError, match="steps is 0; pass a whole number from 1 on"):
+        slapo.fit(engine(), batches(), steps=0)
+    with pytest.raises(ValueError, match="save_every is True"):
+        slapo.fit(engine(), batches(), steps=1, save_every=True)
+    with pytest.raises(ValueError, match="data ended after 4 steps"):
+        slapo.fit(engine(), iter(batches()), steps=5)
+    with pytest.raises(ValueError, match="data ended after 0 steps"):
+        slapo.fit(engine(), [], steps=5)
+    with pytest.raises(ValueError, match="eval_data is empty"):
+        slapo.fit(engine(), batches(), steps=1, eval_data=[])
