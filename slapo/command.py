@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_inspect(commands)
     _add_passed_on(commands, "dryrun", _dryrun, "memory and time of a step on a described cluster")
     _add_passed_on(commands, "suggest", _suggest, "the fastest layouts of a model on so many GPUs")
+    _add_passed_on(commands, "train", _train, "train a model from a folder on a text")
     _add_passed_on(commands, "tune", _tune, "find the values with which a script trains fastest")
     given = parser.parse_args(arguments)
     if given.command is None:
@@ -251,6 +252,12 @@ def _suggest(given: argparse.Namespace) -> int:
     from slapo.cost.command import suggest_main
 
     return suggest_main(given.arguments)
+
+
+def _train(given: argparse.Namespace) -> int:
+    from slapo.train import main as train
+
+    return train(given.arguments)
 
 
 def _tune(given: argparse.Namespace) -> int:

@@ -214,7 +214,14 @@ def _start(device: torch.device, timeout: float | timedelta | None) -> None:
     _select_device(device.type)
     # Checked later, on all ranks at once.
     at_first = None if timeout is None else max(_as_timedelta(timeout), timedelta(seconds=1))
-    dist.init_process_group(backend, timeout=at_first)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0":
+        dist.init_process_group(backend, timeout=at_first)
+        return
+    # A launcher's store outlives its ranks, and has the addresses of those that are gone.
+    store, rank, size = next(dist.rendezvous("env://"))
+    own = dist.PrefixStore(f"attempt_{attempt}", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=at_first)
 
 
 def _backend_for(kind: str) -> str:

@@ -30,6 +30,8 @@ Metrics = dict[str, float]
 #: A function of (step, metrics), TensorBoard's ``SummaryWriter``, or a run of Weights & Biases.
 Log = Any
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+#: Seconds within which further signals are the same request.
+_SAME_REQUEST = 5.0
 
 
 def fit(
@@ -50,7 +52,7 @@ def fit(
 
     Every rank calls it. With ``save`` it goes on from the last complete step in that folder, so
     the same call resumes a job that was killed, also at another layout. Ctrl-C and SIGTERM end the
-    step that runs, save, and return.
+    step that runs, save, and return; five seconds later they end the process.
 
     Parameters
     ----------
@@ -217,12 +219,20 @@ class _Loop:
     # --- the end ---------------------------------------------------------------------------------
     @contextmanager
     def signals(self, are_noted: bool) -> Iterator[None]:
-        """Ctrl-C and SIGTERM are noted; a second one acts as it did before."""
+        """Ctrl-C and SIGTERM are noted; a later one acts as it did before.
+
+        A launcher may send to its ranks once more what a terminal has sent to all of them.
+        """
         before: dict[int, Any] = {}
+        asked_at = 0.0
 
         def note(number: int, frame: Any) -> None:
-            self._signal = number
-            restore()
+            nonlocal asked_at
+            if self._signal and time.monotonic() - asked_at > _SAME_REQUEST:
+                restore()
+                signal.raise_signal(number)
+            elif not self._signal:
+                self._signal, asked_at = number, time.monotonic()
 
         def restore() -> None:
             while before:

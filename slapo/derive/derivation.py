@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from slapo.derive.axes import Chosen, Term, axes_in, blocks_of, is_sharded, keep_whole
+from slapo.derive.axes import Axis, Chosen, Term, axes_in, blocks_of, is_sharded, keep_whole
 from slapo.derive.choose import choose
 from slapo.derive.collectives import Collectives, ImpossibleError, place
 from slapo.derive.sizes import Key, UnfitNumbersError, divided_attributes
@@ -53,6 +53,12 @@ class Derivation:
     def is_of_vocabulary(self, name: str) -> bool:
         """Return whether a parameter is a table of the vocabulary, or of the head."""
         return name.rpartition(".")[0] in (*self.tables, *self.heads)
+
+    def free_axes(self) -> list[Axis]:
+        """Axes of trained parameters that nothing needs whole."""
+        trained = [v for v in self.found.values if v.is_parameter and v.needs_grad]
+        axes = (axis for value in trained for term in value.dims for axis in axes_in(term))
+        return [axis for axis in dict.fromkeys(axes) if not axis.whole]
 
     def axes_below(self, path: str) -> list[str]:
         """Names of the sharded axes of the parameters of a module."""

@@ -142,7 +142,7 @@ def draft(
     Raises
     ------
     ValueError
-        For less than two ranks.
+        For less than two ranks, and for a number that divides no axis.
     SlapoError
         If the model is scheduled or wrapped already, or does not run on the inputs.
 
@@ -179,7 +179,7 @@ def draft_offline(
             f"{describe(ranks)}"
         )
     if ranks < 2:
-        raise ValueError(f"{ranks} ranks share nothing out; draft for 2 or more")
+        raise ValueError(f"nothing can be sharded over {ranks} ranks; draft for 2 or more")
 
     def prove_alone(recipe: Recipe) -> None:
         names_layers = any(part.isdigit() for path in recipe.splits for part in path.split("."))
@@ -274,6 +274,8 @@ def _draft(
     verdict: PlacementError | None = None
     for _ in range(_TRIES):
         derivation = _derive(model, inputs, ranks, banned)
+        if not banned:
+            _refuse_unfit_ranks(derivation)
         recipe = recipe_of_derivation(derivation, base)
         verdict = None
         try:
@@ -299,6 +301,19 @@ def _draft(
         given_up + derivation.given_up,
         verdict,
     )
+
+
+def _refuse_unfit_ranks(derivation: Derivation) -> None:
+    """Refuse a number of ranks that divides none of the axes that could be sharded."""
+    free: dict[int, str] = {}
+    for axis in derivation.free_axes():
+        free.setdefault(axis.size, axis.name.partition(":")[0])
+    if free and all(size % derivation.ranks for size in free):
+        sizes = ", ".join(f"{size} ({name!r})" for size, name in sorted(free.items()))
+        raise ValueError(
+            f"draft: {derivation.ranks} ranks divide no axis that could be sharded; the sizes are "
+            f"{sizes}"
+        )
 
 
 def _axes_at(derivation: Derivation, path: str) -> list[str]:

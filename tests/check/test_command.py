@@ -85,7 +85,7 @@ def test_right_and_wrong(script: str, capsys: pytest.CaptureFixture[str]) -> Non
     ("given", "status", "said"),
     [
         ((":right", "--tp", "3"), 1, "size 40 is not divisible by world_size 3"),
-        ((":right", "--tp", "1"), 1, "1 ranks share nothing out"),
+        ((":right", "--tp", "1"), 1, "nothing is sharded over 1 ranks"),
         ((":right", "--tp", "2", "--sp"), 1, "no tokens here"),
         ((":odd", "--tp", "2"), 1, "return (model, schedule)"),
         ((":tokens_wanted", "--tp", "2"), 1, "example inputs too"),

@@ -424,8 +424,10 @@ def test_ranks_agree_with_dropout() -> None:
 # --- bad input -----------------------------------------------------------------------------------
 def test_mistakes() -> None:
     model = own(Packed, Gated)
-    with pytest.raises(ValueError, match="1 ranks share nothing out"):
+    with pytest.raises(ValueError, match="nothing can be sharded over 1 ranks"):
         slapo.draft(model, ids(), ranks=1)
+    with pytest.raises(ValueError, match=r"7 ranks divide no axis.* are 4 \('blocks.0.qkv.*96 \("):
+        slapo.draft(model, ids(), ranks=7)
     with pytest.raises(TypeError, match="takes a model and a number of ranks"):
         slapo.draft("model", ids())  # type: ignore[arg-type]
     with pytest.raises(slapo.SlapoError, match=r"'blocks.1.down' .* fails with RuntimeError"):

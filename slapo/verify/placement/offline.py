@@ -98,7 +98,7 @@ def check_at(
     Sequential 2 5
     """
     if ranks < 2:
-        raise ValueError(f"{ranks} ranks share nothing out; check for 2 or more")
+        raise ValueError(f"nothing is sharded over {ranks} ranks; check for 2 or more")
     for count in dict.fromkeys((ranks, 2)):
         with fake_world(count):
             checked, is_uneven = _check_once(make, count, sequence_parallel, loss_fn)

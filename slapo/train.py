@@ -1,0 +1,280 @@
+"""The command ``slapo train``: a folder and a text in, a folder out."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import torch
+
+from slapo.cost.command import config_of
+from slapo.cost.layout import Layout
+from slapo.cost.machine import MACHINES
+from slapo.cost.suggestions import suggest
+from slapo.errors import SlapoError
+
+#: A program that trains as the command does: to run, to keep and to edit.
+SCRIPT = Template('''\
+"""Trains $folder on $data, on $ranks ranks.
+
+    torchrun --standalone --nproc-per-node $ranks THIS_FILE
+"""
+
+import functools
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import slapo
+
+FOLDER, DATA = $folder, $data
+OUT, RUN = $out, $run  # the trained folder, and the steps to resume from
+STEPS, SAVE_EVERY = $steps, $save_every
+SEQ, BATCH = $seq, $batch  # tokens of a sample, samples of a replica in a step
+HELD_OUT = 0.05  # share of the text, at its end, for the evaluation
+
+
+def tokenizer_of(folder):
+    """The folder's tokenizer; None if it has none, and tokens are bytes."""
+    has_one = any(Path(folder).glob("tokenizer*")) or (Path(folder) / "vocab.json").exists()
+    return AutoTokenizer.from_pretrained(folder) if has_one else None
+
+
+def read(path, tokenizer):
+    """All tokens: of a text, or of the "text" of each line of JSON."""
+    text = Path(path).read_text()
+    lines = [line for line in text.splitlines() if line.strip()]
+    texts = [json.loads(line)["text"] for line in lines] if path.endswith(".jsonl") else [text]
+    if tokenizer is None:
+        return torch.tensor([byte for each in texts for byte in (*each.encode(), 10)])
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    found = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor([token for each in found for token in (*each, *end)])
+
+
+class Windows:
+    """Batches of windows of the text in a random order, other ones for each replica."""
+
+    def __init__(self, tokens, replica, replicas, device):
+        if len(tokens) < SEQ:
+            raise ValueError(f"{len(tokens)} tokens are no sample of {SEQ}; give more text")
+        self.windows = tokens[: len(tokens) // SEQ * SEQ].view(-1, SEQ)
+        self.device = device
+        self.replica, self.replicas = replica, replicas
+
+    def __iter__(self):
+        generator, size = torch.Generator().manual_seed(0), BATCH * self.replicas
+        while True:
+            chosen = torch.randint(len(self.windows), (size,), generator=generator)
+            own = self.windows[chosen[self.replica :: self.replicas]].to(self.device)
+            yield {"input_ids": own, "labels": own}, own
+
+
+def main():
+    mesh = slapo.init_mesh(dp=$dp, tp=$tp)
+    slapo.set_random_seed(2013, mesh=mesh)
+    config, tokenizer = AutoConfig.from_pretrained(FOLDER), tokenizer_of(FOLDER)
+    with slapo.init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.config.use_cache = False  # it is for generation
+    sch = slapo.apply_schedule(model, "$key", mesh=mesh$options)
+    slapo.load_pretrained(sch, FOLDER, missing="error")  # each rank reads its slices
+    engine, _ = slapo.build(
+        sch,
+        target="torch",
+        mesh=mesh,
+        data_parallel="$data_parallel",
+        micro_batches=$micro_batches,
+        loss_fn=lambda output, labels: output.loss,
+        optimizer=functools.partial(torch.optim.AdamW, lr=$lr),
+        clip_grad_norm=1.0,
+        dtype=$dtype,
+    )
+    warm = max(1, STEPS // 20)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        engine.optimizer, lambda step: min(1.0, (step + 1) / warm, (STEPS - step) / (0.2 * STEPS))
+    )
+    tokens = read(DATA, tokenizer)
+    if int(tokens.max()) >= config.get_text_config().vocab_size:
+        raise ValueError("the text has tokens that the model has not: is the tokenizer its own?")
+    held_out = max(SEQ, int(HELD_OUT * len(tokens)))
+    where = mesh.get_local_rank("dp"), mesh["dp"].size(), mesh.device_type
+    unseen = iter(Windows(tokens[-held_out:], *where))
+
+    def log(step, metrics):
+        print(f"step {step}: " + ", ".join(f"{n} {v:.4g}" for n, v in metrics.items()), flush=True)
+
+    slapo.fit(
+        engine,
+        Windows(tokens[:-held_out], *where),
+        steps=STEPS,
+        eval_data=[next(unseen) for _ in range(4)],
+        eval_every=max(1, STEPS // 5),
+        scheduler=scheduler,
+        save=RUN,
+        save_every=SAVE_EVERY,
+        log=log,
+        log_every=max(1, STEPS // 20),
+    )
+    if engine.step_count == STEPS:
+        slapo.save_pretrained(engine, OUT, dtype=config.dtype)
+        if tokenizer is not None and dist.get_rank() == 0:
+            tokenizer.save_pretrained(OUT)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+''')
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the status is that of the job, 1 if nothing fits, 2 for wrong usage."""
+    given = _parser().parse_args(arguments)
+    try:
+        script = script_of(given)
+    except (SlapoError, ValueError, TypeError, KeyError, OSError) as error:
+        print(f"slapo train: {error.args[0] if error.args else error}", file=sys.stderr)
+        return 1 if isinstance(error, SlapoError) else 2
+    if given.print_script:
+        print(script, end="")
+        return 0
+    run = Path(_run_of(given))
+    run.mkdir(parents=True, exist_ok=True)
+    path = run / "train.py"
+    path.write_text(script)
+    ranks = str(_devices(given))
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    print(f"slapo train: torchrun --nproc-per-node {ranks} {path}", file=sys.stderr, flush=True)
+    job = subprocess.Popen([sys.executable, *launch, str(path)])
+    while True:
+        try:
+            return job.wait()
+        except KeyboardInterrupt:  # the job has it too: it saves, and ends
+            continue
+
+
+def script_of(given: argparse.Namespace) -> str:
+    """The program for a folder, a text and the devices that are there."""
+    _check_files(given)
+    config = config_of(given.folder)
+    gpus, on_gpu = _devices(given), torch.cuda.is_available()
+    sizes = config.get_text_config()
+    seq = given.seq or min(1024, getattr(sizes, "max_position_embeddings", None) or 1024)
+    layout, options = _layout(given, config, gpus, seq, on_gpu)
+    said = "".join(f", {name}={value!r}" for name, value in options.items())
+    return SCRIPT.substitute(
+        folder=_text(given.folder),
+        data=_text(given.data),
+        out=_text(given.out),
+        run=_text(_run_of(given)),
+        ranks=gpus,
+        steps=given.steps,
+        save_every=max(1, given.steps // 4),
+        seq=seq,
+        batch=layout.batch,
+        dp=layout.dp,
+        tp=layout.tp,
+        key="auto",
+        options=said,
+        data_parallel=layout.data_parallel,
+        micro_batches=layout.micro_batches,
+        lr=given.lr,
+        dtype="torch.bfloat16" if on_gpu else "torch.float32",
+    )
+
+
+def _text(path: str) -> str:
+    return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _run_of(given: argparse.Namespace) -> str:
+    return given.run or f"{given.out}-run"
+
+
+def _devices(given: argparse.Namespace) -> int:
+    """So many as were asked for, or as there are: processes where there is no GPU."""
+    count: int = given.gpus or torch.cuda.device_count() or 1
+    if count < 1:
+        raise ValueError(f"--gpus is {count}; give a number from 1 on")
+    if torch.cuda.is_available() and count > torch.cuda.device_count():
+        raise ValueError(f"--gpus is {count}, and there are {torch.cuda.device_count()} here")
+    return count
+
+
+def _check_files(given: argparse.Namespace) -> None:
+    """Refuse what would fail later, in each of the ranks."""
+    data, out = Path(given.data), Path(given.out)
+    if not (Path(given.folder) / "config.json").is_file():
+        raise ValueError(
+            f"{given.folder} is no folder with a config.json; give one that save_pretrained has "
+            "written (names of a hub are not looked up)"
+        )
+    if data.suffix not in (".txt", ".jsonl") or not data.is_file():
+        raise ValueError(f"--data {data} is no .txt or .jsonl file; give one that is there")
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"--out {out} holds files already; give a new folder")
+    if given.steps < 1:
+        raise ValueError(f"--steps is {given.steps}; give a number from 1 on")
+
+
+def _layout(
+    given: argparse.Namespace, config: Any, gpus: int, seq: int, on_gpu: bool
+) -> tuple[Layout, dict[str, Any]]:
+    """The fastest layout of PyTorch's engine that fits, with options of its schedule.
+
+    Raises
+    ------
+    SlapoError
+        If none fits; the message says what would.
+    """
+    name = torch.cuda.get_device_name().lower() if on_gpu else "cpu"
+    machine = next((each for each in MACHINES if each.partition("-")[0] in name), "a100-80gb")
+    found = suggest(
+        config,
+        machine=machine,
+        gpus=gpus,
+        seq_len=seq,
+        batch=given.batch or max(8, gpus),
+        dtype=torch.bfloat16 if on_gpu else torch.float32,
+    )
+    for each in found.fitting:
+        layout = each.dry_run.layout
+        if layout.target == "torch" and layout.pp == 1 and given.tp in (None, layout.tp):
+            return layout, each.options
+    asked = f" with --tp {given.tp}" if given.tp else ""
+    raise SlapoError(
+        f"no layout of {gpus} x {machine} without stages fits{asked}; see slapo suggest "
+        f"{given.folder}\n{found.advice}".rstrip()
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="slapo train",
+        description="Train a causal language model from a folder of Hugging Face on a text: "
+        "suggest a layout, schedule and check the model, start the ranks, save, resume, and write "
+        "a folder. The same command goes on with what was stopped.",
+    )
+    add = parser.add_argument
+    add("folder", metavar="FOLDER", help="of save_pretrained: config, weights, tokenizer")
+    add("--data", required=True, help='FILE.txt, or FILE.jsonl with a "text" in each line')
+    add("--gpus", type=int, help="devices, or processes where there is no GPU; by default all")
+    add("--steps", type=int, default=100, help="(%(default)s)")
+    add("--out", default="tuned", help="folder for the trained model (%(default)s)")
+    add("--run", help="folder for steps to resume from; by default OUT-run")
+    add("--seq", type=int, help="tokens of a sample; by default at most 1024")
+    add("--batch", type=int, help="samples of a step, over all replicas; by default 8 or more")
+    add("--lr", type=float, default=3e-5, help="of AdamW (%(default)s)")
+    add("--tp", type=int, help="ranks that share each layer; by default what is fastest")
+    add("--print-script", action="store_true", help="print the Python program, and end")
+    return parser
