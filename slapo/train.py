@@ -15,7 +15,7 @@ import torch
 from slapo.cost.command import config_of
 from slapo.cost.layout import Layout
 from slapo.cost.machine import MACHINES
-from slapo.cost.suggestions import suggest
+from slapo.cost.suggestions import quoted, suggest
 from slapo.errors import SlapoError
 
 #: A program that trains as the command does: to run, to keep and to edit.
@@ -50,7 +50,7 @@ def tokenizer_of(folder):
 
 def read(path, tokenizer):
     """All tokens: of a text, or of the "text" of each line of JSON."""
-    text = Path(path).read_text()
+    text = Path(path).read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if line.strip()]
     texts = [json.loads(line)["text"] for line in lines] if path.endswith(".jsonl") else [text]
     if tokenizer is None:
@@ -171,12 +171,12 @@ def script_of(given: argparse.Namespace) -> str:
     sizes = config.get_text_config()
     seq = given.seq or min(1024, getattr(sizes, "max_position_embeddings", None) or 1024)
     layout, options = _layout(given, config, gpus, seq, on_gpu)
-    said = "".join(f", {name}={value!r}" for name, value in options.items())
+    said = "".join(f", {name}={quoted(value)}" for name, value in options.items())
     return SCRIPT.substitute(
-        folder=_text(given.folder),
-        data=_text(given.data),
-        out=_text(given.out),
-        run=_text(_run_of(given)),
+        folder=quoted(given.folder),
+        data=quoted(given.data),
+        out=quoted(given.out),
+        run=quoted(_run_of(given)),
         ranks=gpus,
         steps=given.steps,
         save_every=max(1, given.steps // 4),
@@ -191,10 +191,6 @@ def script_of(given: argparse.Namespace) -> str:
         lr=given.lr,
         dtype="torch.bfloat16" if on_gpu else "torch.float32",
     )
-
-
-def _text(path: str) -> str:
-    return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _run_of(given: argparse.Namespace) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,25 +56,26 @@ class Suggestion:
         layout, dtype = self.dry_run.layout, str(self.dry_run.dtype)
         sizes = ", ".join(f"{name}={getattr(layout, name)}" for name in ("pp", "dp", "tp"))
         options = {**self.options, **({"pipeline_cuts": layout.pp} if layout.pp > 1 else {})}
-        said = "".join(f", {name}={_quoted(value)}" for name, value in options.items())
+        said = "".join(f", {name}={quoted(value)}" for name, value in options.items())
         engine = {"target": layout.target, "micro_batches": layout.micro_batches}
         if layout.data_parallel != "ddp":
             engine["data_parallel"] = layout.data_parallel
         if layout.zero:
             engine["zero"] = layout.zero
         engine |= {"pipeline_schedule": layout.schedule} if layout.pp > 1 else {}
-        built = "".join(f"    {name}={_quoted(value)},\n" for name, value in engine.items())
+        built = "".join(f"    {name}={quoted(value)},\n" for name, value in engine.items())
         return (
             f"mesh = slapo.init_mesh({sizes})\n"
-            f"sch = slapo.apply_schedule(model, {_quoted(key)}, mesh=mesh{said})\n"
+            f"sch = slapo.apply_schedule(model, {quoted(key)}, mesh=mesh{said})\n"
             "engine, _ = slapo.build(\n    sch,\n    mesh=mesh,\n    loss_fn=loss_fn,\n"
             "    optimizer=functools.partial(torch.optim.AdamW, lr=3e-4),\n"
             f"    dtype={dtype},\n{built})  # {layout.batch} samples of each replica in a step"
         )
 
 
-def _quoted(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+def quoted(value: Any) -> str:
+    """A value as the text of a program has it."""
+    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 @dataclass(frozen=True)
