@@ -191,13 +191,7 @@ def gemma3(config: Any) -> Recipe:
         return recipe
     (stack,) = recipe.stacks
     within = replace(stack, layers="language_model.layers", last="language_model.norm")
-    why = "images are put between the embedded tokens"
-    return replace(
-        recipe,
-        stacks=(within,),
-        embeddings="language_model.embed_tokens",
-        refuses={"fused_loss": why, "gather_logits": why},
-    )
+    return replace(recipe, stacks=(within,), embeddings="language_model.embed_tokens")
 
 
 @register_recipe("mixtral")

@@ -101,7 +101,7 @@ def test_a_folder_becomes_another(
 
     found = re.search(r"^(\w+): loss .* (\d\.\d+) -> (\d\.\d+)$", done.stdout, re.M)
     assert found, done.stdout
-    assert found[1] == ("auto" if name == "Olmo2" else name.lower())
+    assert found[1] == name.lower()
     assert float(found[2]) == pytest.approx(
         loss_in_one_process(tmp_path / "model", files), abs=1e-4
     )
