@@ -134,25 +134,27 @@ def randoms(rank: int, world_size: int, seeds: list[int]) -> dict[str, float]:
     for seed in seeds:
         drafted = draft_in_group(random_model(seed), ids(), dist.group.WORLD)
         shares.append(by_verify(random_model(seed), drafted, ids(2, 7, seed=2)))
-        refused += any("check:" in why for why in drafted.given_up)
+        # Numbers of heads that are written as literals are refused rightly.
+        literal = any(getattr(each, "literal", False) for each in random_model(seed).modules())
+        refused += not literal and any("check:" in why for why in drafted.given_up)
     return {"share": sum(shares) / len(shares), "refused": refused / len(shares)}
 
 
 def check_randoms(seeds: list[int], timeout: float) -> None:
     for found in run_distributed(randoms, 2, seeds, timeout=timeout):
         assert found["share"] > 0.75, found
-        assert found["refused"] < 0.1, found
+        assert found["refused"] < 0.02, found
 
 
 def test_random_models() -> None:
-    check_randoms([*range(8)], timeout=280)
+    check_randoms([*range(50)], timeout=280)
 
 
 @pytest.mark.wide
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("start", range(8, 488, 120))
+@pytest.mark.parametrize("start", range(50, 500, 150))
 def test_more_random_models(start: int) -> None:
-    check_randoms([*range(start, start + 120)], timeout=1700)
+    check_randoms([*range(start, start + 150)], timeout=1700)
 
 
 def hand_written(rank: int, world_size: int, keys: list[str]) -> dict[str, tuple[float, float]]:
