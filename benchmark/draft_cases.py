@@ -158,9 +158,9 @@ class Case:
     family
         Folder of Transformers that its config is in, or the name that the tests have for it.
     name
-        Of the config, or again that name.
+        Name of the config, or again that of the tests.
     module
-        Where to import the config from.
+        Module to import the config from.
     """
 
     group: str

@@ -141,14 +141,14 @@ def _to_draft(source: str) -> tuple[Any, Any]:
         config = config_of(source)
         with init_empty_weights():
             model = for_training(config)
-        return model, training_inputs(model, 3, 13)
+        return model, training_inputs(model)
     with init_empty_weights():
         made = load(source)()
     if isinstance(made, tuple):
         if len(made) == 2:
             return made
         raise TypeError(f"{source} returned a tuple of {len(made)}; return (model, example_inputs)")
-    return made, training_inputs(made, 3, 13)
+    return made, training_inputs(made)
 
 
 def _add_recipes(commands: Any) -> None:

@@ -60,3 +60,9 @@ def with_nearest(name: str, known: Iterable[str], rest: str) -> str:
     """
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}? {rest[:1].upper()}{rest[1:]}" if near else rest
+
+
+def require_count(name: str, value: object) -> None:
+    """Refuse what is no number of things, such as 0, 1.5 or True."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is {value!r}; pass a whole number from 1 on")

@@ -198,7 +198,7 @@ def _run_of(given: argparse.Namespace) -> str:
 
 
 def _devices(given: argparse.Namespace) -> int:
-    """So many as were asked for, or as there are: processes where there is no GPU."""
+    """The number of devices: as asked for, or all; of processes where there is no GPU."""
     count: int = given.gpus or torch.cuda.device_count() or 1
     if count < 1:
         raise ValueError(f"--gpus is {count}; give a number from 1 on")

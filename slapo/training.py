@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slapo.agreement import communication_device, has_peers
+from slapo.errors import require_count
 from slapo.framework_dialect import Engine
 from slapo.logger import get_logger
 from slapo.saving.steps import checkpoints
@@ -25,7 +26,7 @@ from slapo.weights.files import progress_bar
 
 logger = get_logger("slapo")
 
-#: What a step is worth knowing of: names and numbers.
+#: Names and values of what a step reports.
 Metrics = dict[str, float]
 #: A function of (step, metrics), TensorBoard's ``SummaryWriter``, or a run of Weights & Biases.
 Log = Any
@@ -57,9 +58,9 @@ def fit(
     Parameters
     ----------
     engine
-        What :func:`slapo.build` returns.
+        Engine of :func:`slapo.build`.
     data
-        ``(inputs, targets)`` as for ``engine.train_batch``. What can be iterated again, as a
+        ``(inputs, targets)`` as for ``engine.train_batch``. Data that can be iterated again, as a
         ``DataLoader``, is begun anew at its end. Data with ``state_dict`` and ``load_state_dict``
         is resumed by these; of other data, the batches of earlier steps are skipped.
     steps
@@ -69,13 +70,13 @@ def fit(
     eval_every
         Steps between evaluations; by default at the end alone.
     scheduler
-        Stepped after each step, where ``build`` was given none.
+        Scheduler that is stepped after each step, where ``build`` was given none.
     save
         Folder for the steps that are saved.
     save_every
         Steps between savings; by default at the end alone.
     keep
-        So many of the last steps are kept.
+        Number of the last steps that are kept.
     log
         On the first rank: called as ``log(step, metrics)``. A TensorBoard ``SummaryWriter`` and a
         run of Weights & Biases are taken as they are; several of them as a list.
@@ -107,8 +108,8 @@ def fit(
     """
     counts = {"steps": steps, "eval_every": eval_every, "save_every": save_every}
     for name, value in {**counts, "log_every": log_every, "keep": keep}.items():
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"fit: {name} is {value!r}; pass a whole number from 1 on")
+        if value is not None:
+            require_count(f"fit: {name}", value)
     loop = _Loop(engine, data, log if isinstance(log, (list, tuple)) else [log])
     loop.resume(save)
     saved = engine.step_count
@@ -176,7 +177,7 @@ class _Loop:
 
     # --- steps -----------------------------------------------------------------------------------
     def step(self) -> Metrics:
-        """One step, and what is worth knowing of it."""
+        """One step, and its metrics."""
         counts: Metrics = {}
 
         def counted() -> Iterator[Any]:

@@ -376,7 +376,7 @@ class _DryRunSession:
 
         def derive() -> Recipe:
             model, make = self.small.model, self._inputs
-            inputs = training_inputs(model, 3, 13) if make is None else make(3)
+            inputs = training_inputs(model) if make is None else make(3)
             return draft_offline(model, inputs, self.layout.tp, check=False).recipe
 
         cache = {} if self._key is None or self._inputs is not None else _DRAFTS

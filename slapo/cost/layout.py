@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slapo.errors import require_count
+
 TARGETS = ("torch", "deepspeed", "megatron")
 SCHEDULES = ("1f1b", "gpipe")
 DATA_PARALLEL = ("ddp", "fsdp")
@@ -53,9 +55,7 @@ class Layout:
     def __post_init__(self) -> None:
         for name in ("pp", "dp", "tp", "batch", "length", "micro_batches", "bucket"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                name = "seq_len" if name == "length" else name  # as callers say
-                raise ValueError(f"{name} is {value!r}; pass a whole number from 1 on")
+            require_count("seq_len" if name == "length" else name, value)  # as callers say
         if self.batch % self.micro_batches:
             raise ValueError(
                 f"batch={self.batch} samples make no {self.micro_batches} equal micro-batches; "

@@ -103,7 +103,7 @@ def for_training(config: Any) -> nn.Module:
     )
 
 
-def training_inputs(model: Any, batch: int, length: int) -> dict[str, Tensor]:
+def training_inputs(model: Any, batch: int = 3, length: int = 13) -> dict[str, Tensor]:
     """Inputs that a model of Transformers is trained with, labels included, on the CPU."""
     others = {"pixel_values", "input_features", "input_values"}
     name = getattr(model, "main_input_name", None)

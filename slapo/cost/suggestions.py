@@ -13,7 +13,7 @@ from slapo.cost.api import dryrun
 from slapo.cost.machine import Machine, machine_of
 from slapo.cost.models import Source
 from slapo.cost.result import DryRun, aligned, engine_of, size_of
-from slapo.errors import SlapoError
+from slapo.errors import SlapoError, require_count
 from slapo.model_schedule.registry import AUTO
 
 #: Options of an engine: on each of them what a step needs of memory and of links is another.
@@ -43,9 +43,9 @@ class Suggestion:
     Parameters
     ----------
     dry_run
-        What it costs.
+        Predicted memory and time.
     options
-        Of :func:`slapo.apply_schedule`.
+        Options of :func:`slapo.apply_schedule`.
     """
 
     dry_run: DryRun
@@ -85,15 +85,15 @@ class Suggestions:
     Parameters
     ----------
     fitting
-        Those that fit, by predicted tokens (or samples) per second, the fastest first.
+        Layouts that fit, by predicted tokens (or samples) per second, the fastest first.
     closest
-        The one that takes the least memory, of those that do not fit; None if none was tried.
+        The layout that takes the least memory, of those that do not fit; None if none was tried.
     refused
-        What the model or an engine refuses -> how many layouts it excludes.
+        Reasons for which the model or an engine refuses -> the number of layouts excluded.
     advice
-        What would fit, where nothing does.
+        Advice where nothing fits: more devices, or shorter samples.
     key
-        Of the recipe.
+        Key of the recipe.
 
     Examples
     --------
@@ -192,11 +192,11 @@ def suggest(
     recipe
         A key of :func:`slapo.apply_schedule`.
     dtype
-        In which the model computes.
+        Type of the computation.
     say
-        Called with a line for each layout size, as the search goes on.
+        Function that is called with a line for each layout size, as the search goes on.
     **options
-        Of the recipe and of :func:`slapo.dryrun`, such as ``fused_loss=True``.
+        Options of the recipe and of :func:`slapo.dryrun`, such as ``fused_loss=True``.
 
     Returns
     -------
@@ -219,8 +219,7 @@ def suggest(
     >>> found.fitting[0].dry_run.fits
     True
     """
-    if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
-        raise ValueError(f"gpus is {gpus!r}; pass a whole number from 1 on")
+    require_count("gpus", gpus)
     length = _length(model_config) if seq_len is None else seq_len
     ask = _Search(model_config, machine_of(machine), length, recipe, dtype, options)
     found = ask.over(gpus, SAMPLES * gpus if batch is None else batch, say)
@@ -235,7 +234,7 @@ def _length(source: Any) -> int:
 
 
 def _advice(ask: _Search, closest: Suggestion, gpus: int) -> str:
-    """What would fit: more devices, or shorter samples."""
+    """Advice on more devices, or shorter samples."""
     run = closest.dry_run
     lines = [
         f"nothing fits: {run.model} takes {size_of(run.peak)} of {size_of(run.machine.memory)} on "

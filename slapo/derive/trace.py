@@ -87,7 +87,7 @@ def trace(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     heads: dict[str, int],
-    gathering: frozenset[str] = frozenset(),
+    gathering: frozenset[str],
 ) -> Trace:
     """Run a model forward, on stand-ins of its weights, and follow its axes.
 
@@ -141,9 +141,7 @@ _NO_VIEWS = MAKERS | {"rand_like", "randn_like"}
 class _Mode(TorchDispatchMode):
     """Gives every tensor its axes as operations run."""
 
-    def __init__(
-        self, found: Trace, heads: dict[str, int], gathering: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, found: Trace, heads: dict[str, int], gathering: frozenset[str]) -> None:
         super().__init__()
         self.found, self.heads, self.gathering = found, heads, gathering
         self.names: dict[int, str] = {}
