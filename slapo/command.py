@@ -16,8 +16,9 @@ from slapo.errors import MissingPackageError, SlapoError, with_nearest
 from slapo.model_schedule import apply_schedule, recipe_keys, recipe_of
 from slapo.model_schedule.drafts import draft_offline
 from slapo.model_schedule.registry import AUTO, DRAFT, description
+from slapo.printing import page
 from slapo.saving.inspect import inspect as inspect_folder
-from slapo.verify.placement.offline import check_at
+from slapo.verify.placement.offline import check_at, schedule_offline
 from slapo.weights.meta import init_empty_weights
 
 #: Keys of ``apply_schedule`` that are no families.
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_check(commands)
     _add_draft(commands)
+    _add_draw(commands)
     _add_recipes(commands)
     _add_inspect(commands)
     _add_passed_on(commands, "dryrun", _dryrun, "memory and time of a step on a described cluster")
@@ -149,6 +151,31 @@ def _to_draft(source: str) -> tuple[Any, Any]:
             return made
         raise TypeError(f"{source} returned a tuple of {len(made)}; return (model, example_inputs)")
     return made, training_inputs(made)
+
+
+def _add_draw(commands: Any) -> None:
+    command = commands.add_parser(
+        "draw",
+        help="draw a schedule: the module tree with what was applied, as one HTML page",
+        description="The page goes to standard output. Parameters are created without memory.",
+    )
+    command.add_argument(
+        "make",
+        metavar="SCRIPT.py:FUNCTION",
+        help="a function without arguments that returns (model, schedule), as for slapo check",
+    )
+    command.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (%(default)s)")
+    command.set_defaults(run=_draw)
+
+
+def _draw(given: argparse.Namespace) -> int:
+    make = load(given.make)
+    try:
+        print(page(schedule_offline(make, given.tp)))
+    except (SlapoError, ValueError, TypeError, KeyError) as error:
+        print(error.args[0] if error.args else error, file=sys.stderr)
+        return 1
+    return 0
 
 
 def _add_recipes(commands: Any) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import html as html_escape
 import re
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from html import escape as _escape
 from itertools import groupby
+
+from torch import nn
 
 from slapo.node import Node
 from slapo.wrapper import innermost
@@ -16,6 +18,36 @@ _MAX_WIDTH = 60
 _MAX_NOTE = 100
 #: More notes of one kind on a module are counted.
 _MAX_NOTES = 4
+_CUT = "cut_pipeline_stage"
+#: Names of colors in a drawing -> primitives.
+_COLORED = {
+    "shard": {"shard"},
+    "sync": {"sync"},
+    "recompute": {"checkpoint"},
+    "replace": {"replace", "replace_all", "fuse", "decompose", "compile"},
+    "stage": {_CUT},
+}
+#: Their backgrounds.
+_COLORS = {
+    "shard": "#cfe3ff",
+    "sync": "#ffdfb8",
+    "recompute": "#cdeccd",
+    "replace": "#e6d6ff",
+    "stage": "#ffd0d0",
+    "other": "#e4e4e4",
+}
+_STYLE = """
+.slapo{font:13px/1.7 ui-monospace,monospace;overflow-x:auto;white-space:nowrap}
+.slapo p{margin:0}
+.slapo .leaf{padding-left:1.1em}
+.slapo details>*:not(summary){margin-left:1.6em}
+.slapo summary{cursor:pointer;margin-left:-1.1em}
+.slapo details{padding-left:1.1em}
+.slapo i{font-style:normal;color:#111;border-radius:4px;padding:0 5px;margin-left:6px}
+.slapo s{display:inline-block;width:60px;height:9px;margin-right:8px;background:#8883}
+.slapo s u{display:block;height:9px;background:#4a7bd0}
+.slapo hr{border:0;border-top:2px dashed #d33;margin:2px 0}
+""" + "".join(f".slapo .{kind}{{background:{color}}}" for kind, color in _COLORS.items())
 
 
 @dataclass
@@ -25,6 +57,12 @@ class _Item:
     name: str
     text: str
     below: list[_Item]
+    node: Node | None = field(default=None, compare=False)
+
+    def has_notes(self) -> bool:
+        """Return whether anything was applied here or below."""
+        here = self.node is not None and bool(self.node.metadata.applied)
+        return here or any(item.has_notes() for item in self.below)
 
     def number(self) -> int | None:
         found = re.search(r"\d+$", self.name)
@@ -48,9 +86,61 @@ def tree(root: Node) -> str:
 
 
 def html(root: Node) -> str:
-    """The same for a notebook; long lines scroll, as broken ones would break the tree."""
-    style = "white-space: pre; overflow-x: auto"
-    return f'<pre style="{style}">{html_escape.escape(tree(root))}</pre>'
+    """The tree as a folded outline in color, for a notebook or for :func:`page`."""
+    whole = _size(root.mod) or 1
+    size = f"{whole:,} parameters on rank {root.rank} of {root.world_size}"
+    notes = "".join(f"<i class={kind}>{kind}</i>" for kind in _COLORS)
+    head = f"<p><b>{_escape(_describe(root))}</b> {size}{_chips(root)}</p><p>{notes}</p>"
+    below = "".join(_rows(_below(root), whole))
+    return f"<style>{_STYLE}</style><div class=slapo>{head}{below}</div>"
+
+
+def page(root: Node) -> str:
+    """One HTML page that needs no other file."""
+    title = f"Schedule of {_escape(type(innermost(root.mod)).__name__)}"
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    head = f"<head>{head}<title>{title}</title></head>"
+    return f"<!doctype html><html lang=en>{head}<body>{html(root)}</body></html>"
+
+
+def _rows(items: list[_Item], whole: int) -> Iterator[str]:
+    opened: set[str] = set()  # of layers that differ a little, the first is enough
+    for run in _runs(items):
+        first, nodes = run[0], [item.node for item in run if item.node is not None]
+        share = sum(_size(node.mod) for node in nodes) / whole
+        bar = f'<s title="{share:.2%} of the parameters"><u style="width:{share:.1%}"></u></s>'
+        text = _escape(_describe(first.node) if first.node else first.text)
+        row = f"{bar}<b>{_escape(_range(run))}</b> {text}{_chips(first.node)}"
+        if first.below:
+            kind = _describe(first.node) if first.node is not None else ""
+            is_open = " open" if first.has_notes() and kind not in opened else ""
+            opened |= {kind} if is_open else set()
+            inner = "".join(_rows(first.below, whole))
+            yield f"<details{is_open}><summary>{row}</summary>{inner}</details>"
+        else:
+            yield f"<p class=leaf>{row}</p>"
+        if first.node is not None and any(r.primitive == _CUT for r in first.node.metadata.applied):
+            yield "<hr>"
+
+
+def _chips(node: Node | None) -> str:
+    """What was applied to a module, each with its color and the line that applied it."""
+    chips = []
+    for record in node.metadata.applied if node is not None else ():
+        kind = next(
+            (kind for kind, names in _COLORED.items() if record.primitive in names), "other"
+        )
+        values = [text.strip("'") for text in record.arguments.values()]
+        said = record.as_written()
+        if kind in ("shard", "sync") and len(values) > 1:
+            said = f"{values[0]}: " + (f"Shard({values[1]})" if kind == "shard" else values[1])
+        said = _escape(_cut(said, _MAX_WIDTH))
+        chips.append(f'<i class={kind} title="{_escape(str(record))}">{said}</i>')
+    return "".join(chips)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _below(node: Node) -> list[_Item]:
@@ -64,7 +154,7 @@ def _items(nodes: Mapping[str, Node], depth: int) -> list[_Item]:
     for head, group in groupby(nodes, lambda name: ".".join(name.split(".")[:depth])):
         names = list(group)
         if names == [head]:
-            items.append(_Item(head, _label(nodes[head]), _below(nodes[head])))
+            items.append(_Item(head, _label(nodes[head]), _below(nodes[head]), nodes[head]))
         else:
             inner = {name.removeprefix(f"{head}."): nodes[name] for name in names}
             items.append(_Item(head, "ModuleList", _items(inner, depth=1)))

@@ -167,6 +167,7 @@ def script_of(given: argparse.Namespace) -> str:
     """The program for a folder, a text and the devices that are there."""
     _check_files(given)
     config = config_of(given.folder)
+    _check_model(given, config)
     gpus, on_gpu = _devices(given), torch.cuda.is_available()
     sizes = config.get_text_config()
     seq = given.seq or min(1024, getattr(sizes, "max_position_embeddings", None) or 1024)
@@ -215,12 +216,28 @@ def _check_files(given: argparse.Namespace) -> None:
             f"{given.folder} is no folder with a config.json; give one that save_pretrained has "
             "written (names of a hub are not looked up)"
         )
-    if data.suffix not in (".txt", ".jsonl") or not data.is_file():
-        raise ValueError(f"--data {data} is no .txt or .jsonl file; give one that is there")
+    if not data.is_file():
+        raise ValueError(f"--data {data} is not a file; pass a text file or a .jsonl file")
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out {out} holds files already; give a new folder")
     if given.steps < 1:
         raise ValueError(f"--steps is {given.steps}; give a number from 1 on")
+
+
+def _check_model(given: argparse.Namespace, config: Any) -> None:
+    """Refuse models without a next token to learn, and samples that are too long for them."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    wanted = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    found = getattr(config, "architectures", None) or [wanted]
+    if wanted is None or wanted not in found:
+        raise ValueError(
+            f"{given.folder} holds a {found[0] or config.model_type}, and slapo train takes causal "
+            f"language models; pass a folder of {wanted or 'another family, such as Llama'}"
+        )
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or 2**62
+    if given.seq is not None and not 2 <= given.seq <= longest:
+        raise ValueError(f"--seq is {given.seq}; pass 2 or more, and at most {longest}")
 
 
 def _layout(
@@ -263,7 +280,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("folder", metavar="FOLDER", help="of save_pretrained: config, weights, tokenizer")
-    add("--data", required=True, help='FILE.txt, or FILE.jsonl with a "text" in each line')
+    add("--data", required=True, help='a text file, or FILE.jsonl with a "text" in each line')
     add("--gpus", type=int, help="devices, or processes where there is no GPU; by default all")
     add("--steps", type=int, default=100, help="(%(default)s)")
     add("--out", default="tuned", help="folder for the trained model (%(default)s)")

@@ -6,10 +6,9 @@ import os
 import resource
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from slapo.errors import require_count
 from slapo.framework_dialect import Engine
 from slapo.logger import get_logger
 from slapo.saving.steps import checkpoints
+from slapo.utils.signals import NotedSignals
 from slapo.weights.files import progress_bar
 
 logger = get_logger("slapo")
@@ -30,9 +30,6 @@ logger = get_logger("slapo")
 Metrics = dict[str, float]
 #: A function of (step, metrics), TensorBoard's ``SummaryWriter``, or a run of Weights & Biases.
 Log = Any
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-#: Seconds within which further signals are the same request.
-_SAME_REQUEST = 5.0
 
 
 def fit(
@@ -46,7 +43,7 @@ def fit(
     save: str | os.PathLike[str] | None = None,
     save_every: int | None = None,
     keep: int = 2,
-    log: Log | Sequence[Log] = (),
+    log: Log | Sequence[Log] | None = None,
     log_every: int = 1,
 ) -> list[Metrics]:
     """Train to a number of steps, with progress, evaluation, saving and resuming.
@@ -110,10 +107,12 @@ def fit(
     for name, value in {**counts, "log_every": log_every, "keep": keep}.items():
         if value is not None:
             require_count(f"fit: {name}", value)
-    loop = _Loop(engine, data, log if isinstance(log, (list, tuple)) else [log])
+    logs = log if isinstance(log, (list, tuple)) else [log]
+    loop = _Loop(engine, data, [each for each in logs if each is not None])
     loop.resume(save)
     saved = engine.step_count
-    with loop.signals(save is not None), progress_bar("fit", steps, "step") as bar:
+    noted = loop.asked if save is not None else nullcontext()
+    with noted, progress_bar("fit", steps, "step") as bar:
         bar.update(engine.step_count)
         while engine.step_count < steps and not loop.has_stopped():
             metrics = loop.step()
@@ -148,7 +147,7 @@ class _Loop:
         self.state: Any = data if hasattr(data, "state_dict") else None
         self._iterator: Iterator[Any] | None = None
         self._is_first = not has_peers() or dist.get_rank() == 0
-        self._signal = 0
+        self.asked = NotedSignals()
 
     # --- data ------------------------------------------------------------------------------------
     def resume(self, run: Any) -> None:
@@ -217,38 +216,9 @@ class _Loop:
             else:
                 log(step, metrics)
 
-    # --- the end ---------------------------------------------------------------------------------
-    @contextmanager
-    def signals(self, are_noted: bool) -> Iterator[None]:
-        """Ctrl-C and SIGTERM are noted; a later one acts as it did before.
-
-        A launcher may send to its ranks once more what a terminal has sent to all of them.
-        """
-        before: dict[int, Any] = {}
-        asked_at = 0.0
-
-        def note(number: int, frame: Any) -> None:
-            nonlocal asked_at
-            if self._signal and time.monotonic() - asked_at > _SAME_REQUEST:
-                restore()
-                signal.raise_signal(number)
-            elif not self._signal:
-                self._signal, asked_at = number, time.monotonic()
-
-        def restore() -> None:
-            while before:
-                signal.signal(*before.popitem())
-
-        if are_noted and threading.current_thread() is threading.main_thread():
-            before.update({each: signal.signal(each, note) for each in _SIGNALS})
-        try:
-            yield
-        finally:
-            restore()
-
     def has_stopped(self) -> bool:
         """Return whether any rank was asked to stop: all stop after the same step."""
-        asked = torch.tensor(self._signal)
+        asked = torch.tensor(self.asked.number)
         if has_peers():
             asked = asked.to(communication_device(None))
             dist.all_reduce(asked, op=dist.ReduceOp.MAX)

@@ -60,6 +60,22 @@ def test_a_folder_comes_out(here: Path, capfd: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.distributed
 @pytest.mark.slow
+def test_weights_of_half_precision(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """They are float32 while they are trained, and are rounded once, at the end."""
+    config = transformers.AutoConfig.from_pretrained(here / "model", tie_word_embeddings=True)
+    before = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    before.save_pretrained(here / "model", max_shard_size="20KB")
+    given = [*ASK[:-2], "--data", "text.txt", "--steps", "2"]
+    assert main([*given, "--lr", "1e-9"]) == 0  # nothing is left of such steps when rounded
+    capfd.readouterr()
+    tuned = transformers.AutoModelForCausalLM.from_pretrained(here / "tuned")
+    assert tuned.lm_head.weight is tuned.model.embed_tokens.weight
+    for name, tensor in before.state_dict().items():
+        assert torch.equal(tuned.state_dict()[name], tensor), name
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
 def test_the_same_command_goes_on(here: Path) -> None:
     command = [sys.executable, "-m", "slapo", *ASK, "--data", "text.txt", "--steps", "160"]
     job = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -89,10 +105,17 @@ def test_the_program_is_printed(here: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_mistakes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
+    bert.save_pretrained(here / "bert")
+    transformers.T5Config(d_model=32, d_ff=64).save_pretrained(here / "t5")
     for wrong, says in [
         (["train", "none", "--data", "text.txt"], "no folder with a config.json"),
-        ([*ASK, "--data", "text.csv"], "no .txt or .jsonl file"),
-        ([*ASK, "--data", "none.txt"], "no .txt or .jsonl file"),
+        ([*ASK, "--data", "none.txt"], "--data none.txt is not a file"),
+        (["train", "bert", "--data", "text.txt"], "bert holds a BertForMaskedLM, and slapo train"),
+        (["train", "t5", "--data", "text.txt"], "t5 holds a t5, and slapo train takes causal"),
+        ([*ASK, "--data", "text.txt", "--seq", "65"], "pass 2 or more, and at most 64"),
+        ([*ASK, "--data", "text.txt", "--seq", "1"], "--seq is 1; pass 2 or more"),
         ([*ASK, "--data", "text.txt", "--steps", "0"], "--steps is 0"),
         ([*ASK, "--data", "text.txt", "--gpus", "-1"], "--gpus is -1"),
         ([*ASK, "--data", "text.txt", "--tp", "3"], "with --tp 3; see slapo suggest"),

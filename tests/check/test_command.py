@@ -105,6 +105,17 @@ def test_mistakes(
     assert said in capsys.readouterr().err
 
 
+def test_draw(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["draw", f"{script}:right", "--tp", "4"]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith("<!doctype html>")
+    assert "rank 3 of 4" in page
+    assert "in_features=16, out_features=10" in page  # of 40, on four ranks
+    assert "http" not in page  # it needs no other file
+    assert main(["draw", f"{script}:odd"]) == 1
+    assert "return (model, schedule)" in capsys.readouterr().err
+
+
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "nowhere.py:make", "--tp", "2"]) == 2
     assert "there is no file nowhere.py" in capsys.readouterr().err

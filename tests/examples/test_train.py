@@ -18,7 +18,9 @@ from tests.examples.launch import ROOT, start
 
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
-from examples import finetune, train_3d
+from transformers import AutoModelForCausalLM
+
+from examples import tiny_folder, train_3d
 from examples.parallel_models import MODELS
 
 SMALL = "--hidden 32 --length 16 --layers 2 --batch 4 --steps 30 --micro-batches 2 --device cpu"
@@ -150,26 +152,21 @@ def test_options_of_recipes_leave_the_loss_as_it_is() -> None:
 
 
 # --- examples/finetune.py ------------------------------------------------------------------------
-@pytest.mark.parametrize("pretrained", [False, True])
-def test_fine_tuning(tmp_path: Path, pretrained: bool) -> None:
-    arguments = ["--steps", "6"]
-    if pretrained:
-        finetune.load().save_pretrained(tmp_path / "model")
-        arguments += ["--model", "model", "--run", "run"]
-    done = start("finetune.py", 4, arguments, tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    losses = [float(loss) for loss in re.findall(r"^step \d: loss (\d\.\d+)", done.stdout, re.M)]
-    assert len(losses) == 6
-    assert losses == sorted(losses, reverse=True)
-    tuned = type(finetune.load()).from_pretrained(tmp_path / "tuned").state_dict()
-    before = finetune.load().state_dict()
+def test_fine_tuning(tmp_path: Path) -> None:
+    """The script of the README with its tiny folder; then once more, on fewer ranks."""
+    tiny_folder.main(str(tmp_path / "tiny"))
+    given = ["tiny", str(ROOT / "README.md"), "--steps"]
+    first = start("finetune.py", 4, [*given, "10"], tmp_path)
+    assert first.returncode == 0, first.stderr[-3000:]
+    shutil.rmtree(tmp_path / "tuned")
+    second = start("finetune.py", 2, [*given, "20", "--tp", "1"], tmp_path)
+    assert second.returncode == 0, second.stderr[-3000:]
+    losses = re.findall(r"^step (\d+): loss (\d\.\d+)", first.stdout + second.stdout, re.M)
+    assert [int(step) for step, _ in losses] == [5, 10, 15, 20]
+    assert float(losses[0][1]) > float(losses[-1][1]) + 1
+    before, tuned = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / folder).state_dict()
+        for folder in ("tiny", "tuned")
+    )
     assert {k: v.shape for k, v in tuned.items()} == {k: v.shape for k, v in before.items()}
     assert not any(torch.equal(tuned[name], before[name]) for name in before)
-    if pretrained:  # as if it had been stopped after the fifth step
-        shutil.rmtree(tmp_path / "tuned")
-        done = start("finetune.py", 2, [*arguments, "--tp", "1"], tmp_path)
-        assert done.returncode == 0, done.stderr[-3000:]
-        ((step, loss),) = re.findall(r"^step (\d): loss (\d\.\d+)", done.stdout, re.M)
-        assert step == "5"
-        assert float(loss) == pytest.approx(losses[5], abs=0.02)
-        assert (tmp_path / "tuned").is_dir()

@@ -21,7 +21,6 @@ from tests.fingerprint import refused
 from tests.model_schedule.models import MODELS, tokens, transformers
 
 #: Of what PEFT asks Transformers.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 SIZES: dict[str, Any] = {
     "vocab_size": 131,

@@ -1,6 +1,7 @@
 """What ``print(sch)`` shows, kept as golden files; ``--update-golden`` writes them anew."""
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
-from slapo import Schedule
+from slapo import Schedule, printing
 from tests.primitives.models import Attention, Block, Stack
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -121,11 +122,22 @@ def test_repr_is_one_line() -> None:
     )
 
 
-def test_notebooks_get_escaped_html() -> None:
+def test_notebooks_get_an_outline_in_color() -> None:
     html = one_of_a_stack()._repr_html_()
-    assert html.startswith("<pre style=")
-    assert ">Stack\n|-- layers" in html
-    assert "&lt;- checkpoint()" in html
+    assert html.count("<details") == html.count("</details>") > 0
+    assert html.count("<details open>") == 1  # the layers that were left alone are closed
+    assert '<i class=recompute title="sch[&quot;layers.2&quot;].checkpoint()' in html
+    shares = [float(share) for share in re.findall(r"([0-9.]+)% of the parameters", html)]
+    assert max(shares) < 100.0
+    assert "<Linear" not in html
+
+
+def test_shards_syncs_and_cuts_have_colors_of_their_own() -> None:
+    html = printing.page(every_layer())
+    assert re.search(r"<i class=shard [^>]*>weight: Shard\(0\)</i>", html)
+    assert re.search(r"<i class=sync [^>]*>bwd_post: all_reduce</i>", html)
+    html = printing.page(staged())
+    assert html.index("cut_pipeline_stage()") < html.index("<hr>")
 
 
 def test_many_notes_of_one_kind_are_counted() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from slapo.errors import SlapoError, TraceError
 from slapo.example_inputs import example_inputs
 from slapo.history import describe
-from slapo.schedule import create_schedule
+from slapo.schedule import Schedule, create_schedule
 from slapo.verify.placement.run import check
 from slapo.weights.meta import init_empty_weights
 from slapo.weights.slots import slots
@@ -112,13 +112,7 @@ def _check_once(
     make: Callable[[], Any], ranks: int, sequence_parallel: bool, loss_fn: Any
 ) -> tuple[CheckResult, bool]:
     """The result of one check, and whether ranks have shares of several sizes."""
-    with init_empty_weights():
-        made = read_made(make())
-    sch = create_schedule(made.model)
-    if sequence_parallel:
-        made.schedule(sch, sequence_parallel=True)
-    else:
-        made.schedule(sch)
+    made, sch = _scheduled(make, **({"sequence_parallel": True} if sequence_parallel else {}))
     inputs = made.example_inputs
     if inputs is None:
         inputs = _example_inputs(made.model, ranks)
@@ -127,6 +121,20 @@ def _check_once(
     name = type(made.model).__name__
     checked = CheckResult(name, ranks, len(sch.history), time.monotonic() - begun)
     return checked, any(slot.spec is not None and slot.spec.is_uneven for slot in slots(sch.mod))
+
+
+def schedule_offline(make: Callable[[], Any], ranks: int) -> Schedule:
+    """The schedule of the last of so many ranks, whose parameters have no memory."""
+    with fake_world(ranks):
+        return _scheduled(make)[1]
+
+
+def _scheduled(make: Callable[[], Any], **options: Any) -> tuple[CheckInput, Schedule]:
+    with init_empty_weights():
+        made = read_made(make())
+    sch = create_schedule(made.model)
+    made.schedule(sch, **options)
+    return made, sch
 
 
 def read_made(made: Any) -> CheckInput:
