@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-fast test-wide test-versions lint format types docs-check golden bench clean
+.PHONY: help install quickstart test test-fast test-wide test-versions lint format types docs-check docs dist golden bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +73,15 @@ types: $(STAMP) ## mypy
 
 docs-check: $(STAMP) ## examples in docstrings and in the README
 	$(PYTEST) --doctest-modules slapo tests/test_readme.py -n $(JOBS)
+
+docs: $(STAMP) ## the documentation site, into build/docs
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	$(BIN)/sphinx-build -q -W --keep-going docs build/docs
+	@echo "open build/docs/README.html"
+
+dist: $(STAMP) ## the wheel and the source archive, into dist
+	$(BIN)/python -m pip install --quiet build
+	$(BIN)/python -m build --outdir dist
 
 golden: $(STAMP) ## write the golden files anew; read their diff before you commit it
 	$(PYTEST) tests --update-golden $(PYTEST_ARGS)

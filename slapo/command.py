@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from slapo.doctor import report
 from slapo.errors import MissingPackageError, SlapoError, with_nearest
 from slapo.model_schedule import apply_schedule, recipe_keys, recipe_of
 from slapo.model_schedule.drafts import draft_offline
@@ -41,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_draw(commands)
     _add_recipes(commands)
     _add_inspect(commands)
+    doctor = commands.add_parser("doctor", help="list versions, devices and missing packages")
+    doctor.set_defaults(run=_doctor)
     _add_passed_on(commands, "dryrun", _dryrun, "memory and time of a step on a described cluster")
     _add_passed_on(commands, "suggest", _suggest, "the fastest layouts of a model on so many GPUs")
     _add_passed_on(commands, "train", _train, "train a model from a folder on a text")
@@ -256,6 +259,12 @@ def _inspect(given: argparse.Namespace) -> int:
     except (SlapoError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
+    return 0
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    for line in report():
+        print(line)
     return 0
 
 

@@ -30,7 +30,7 @@ FLOORS = [
     ["_build", "_replay"],
     ["autotune", "model_schedule"],
     ["cost"],
-    ["train"],
+    ["doctor", "train"],
     ["command"],
     ["__init__", "__main__"],
 ]

@@ -186,6 +186,13 @@ def test_all_primitives_are_in_the_readme() -> None:
     assert not missing
 
 
+def test_all_names_are_in_the_reference() -> None:
+    text = (ROOT / "docs" / "api.rst").read_text()
+    named = set(re.findall(r":: (?:[\w.]+\.)?(\w+)", text))
+    assert set(slapo.__all__) <= named
+    assert {base._REGISTRY[name].__name__ for name in base._BUILTIN} <= named
+
+
 @pytest.mark.parametrize("page", TEXTS)
 def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()

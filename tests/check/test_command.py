@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,22 @@ def test_draw(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "http" not in page  # it needs no other file
     assert main(["draw", f"{script}:odd"]) == 1
     assert "return (model, schedule)" in capsys.readouterr().err
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    version = metadata.version
+
+    def without_optuna(name: str) -> str:
+        if name == "optuna":
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", without_optuna)
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"slapo {slapo.__version__}, Python 3.")
+    assert any("gloo" in line for line in lines)
+    assert "not installed: optuna (slapo tune); pip install 'slapo[tune]'" in lines
 
 
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
