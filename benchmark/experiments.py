@@ -23,7 +23,7 @@ class Point:
     Parameters
     ----------
     panel, group, side
-        Where it stands: picture, place on its axis, colour.
+        Where it stands: picture, place on its axis, color.
     options
         What runs.
     """

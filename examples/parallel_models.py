@@ -59,11 +59,11 @@ class Family:
         return Batches(standard_library(), batch, length, self.masked, seed)
 
     def batch(
-        self, found: dict[str, Tensor], labelled: bool = False
+        self, found: dict[str, Tensor], labeled: bool = False
     ) -> tuple[dict[str, Tensor], Tensor]:
         """``(inputs, targets)`` of an engine, from what :meth:`data` gives.
 
-        `labelled`: the inputs have labels too, as a model needs that computes its loss itself.
+        `labeled`: the inputs have labels too, as a model needs that computes its loss itself.
         """
         labels = found["labels"]
         if self.pixels:
@@ -72,7 +72,7 @@ class Family:
         if self.encodes:
             # The decoder reads the text one token late: it says the encoder's input again.
             inputs["decoder_input_ids"] = F.pad(labels.clamp(min=0), (1, -1))
-        return {**inputs, "labels": labels} if labelled else inputs, labels
+        return {**inputs, "labels": labels} if labeled else inputs, labels
 
     def loss(self, output: Any, labels: Tensor) -> Tensor:
         """Mean cross entropy; of the next token for models that predict it."""

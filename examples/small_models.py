@@ -38,7 +38,7 @@ def gpt2() -> nn.Module:
 
 
 def bert() -> nn.Module:
-    """BERT for masked language modelling, without dropout."""
+    """BERT for masked language modeling, without dropout."""
     config = BertConfig(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,

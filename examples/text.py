@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 BYTES = 256
-#: Token that stands for a hidden byte, in masked language modelling.
+#: Token that stands for a hidden byte, in masked language modeling.
 MASK = 256
 #: A multiple of 64, so that ranks can share the rows evenly.
 VOCABULARY = 320

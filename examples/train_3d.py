@@ -97,7 +97,7 @@ def batches(family: Family, args: argparse.Namespace, dp: int) -> Iterator[tuple
     """Text or images for one data-parallel rank: each has its own."""
     draw = family.data(args.batch, args.length, seed=args.seed + dp)
     while True:
-        yield family.batch(draw(), labelled=args.fused_loss)
+        yield family.batch(draw(), labeled=args.fused_loss)
 
 
 def train(engine: Any, data: Iterator[Any], args: argparse.Namespace) -> list[float]:

@@ -67,7 +67,7 @@ def build(
         None for the transformed ``nn.Module`` itself, else the name of a runtime: ``"torch"``,
         ``"deepspeed"``, ``"megatron"``, or one that you registered.
     init_weights
-        How to create parameters on ``meta``: True for the model's own initialisation, a callable
+        How to create parameters on ``meta``: True for the model's own initialization, a callable
         ``fn(module)`` or ``fn(module, path)``, or False to leave them.
     check
         When :func:`slapo.check` runs, if something is sharded: ``"first batch"`` on the first
@@ -113,7 +113,7 @@ def build(
         If `check` finds that the model would train something else.
     SlapoError
         If ranks applied different schedules, or hold different values of what is whole on all, if
-        something above a node was scheduled, a tie broke, a module cannot initialise its
+        something above a node was scheduled, a tie broke, a module cannot initialize its
         parameters, or the schedule needs a runtime it is not built for.
 
     Examples

@@ -18,7 +18,7 @@ from slapo.agreement import all_ranks_or_none, same_on_all_ranks
 from slapo.errors import SlapoError
 from slapo.sharding.groups import group_of_one
 
-# From the slowest links to the fastest: tensor-parallel peers are neighbours, on one machine.
+# From the slowest links to the fastest: tensor-parallel peers are neighbors, on one machine.
 DIMS = ("pp", "dp", "tp")
 
 # For which a rank that is done waits for the others.
@@ -135,7 +135,7 @@ def grid_of(mesh: DeviceMesh) -> DeviceMesh:
         )
     if not _is_up():
         raise ValueError(
-            "mesh outlived its process group: torch.distributed is not initialised; make a new "
+            "mesh outlived its process group: torch.distributed is not initialized; make a new "
             "one by slapo.init_mesh(pp=, dp=, tp=)"
         )
     if sorted(mesh.mesh.flatten().tolist()) != list(range(dist.get_world_size())):

@@ -81,7 +81,7 @@ class _Item:
 
 
 def tree(root: Node) -> str:
-    """The tree below `root`; equal neighbours, such as the layers of a stack, take one line."""
+    """The tree below `root`; equal neighbors, such as the layers of a stack, take one line."""
     return "\n".join([_label(root), *_branches(_below(root), "")])
 
 
@@ -172,7 +172,7 @@ def _branches(items: list[_Item], indent: str) -> list[str]:
 
 
 def _runs(items: list[_Item]) -> list[list[_Item]]:
-    """Neighbours that differ in nothing but their number, together."""
+    """Neighbors that differ in nothing but their number, together."""
     runs: list[list[_Item]] = []
     for item in items:
         if runs and item.follows(runs[-1][-1]):

@@ -326,7 +326,7 @@ def create_schedule(
         Place in a larger tree; leave them out for a whole model.
     group
         The tensor-parallel group: a ``ProcessGroup``, a ``DeviceMesh`` of one dimension, or None
-        for the default group (a world of one where ``torch.distributed`` is not initialised).
+        for the default group (a world of one where ``torch.distributed`` is not initialized).
     mesh
         Instead of a group: a mesh, as of :func:`slapo.init_mesh`. Its dimension ``"tp"`` is the
         group; without one every rank has the whole model.
@@ -343,13 +343,13 @@ def create_schedule(
     ValueError
         If a mesh that is given as `group` has several dimensions, or this process is not in it.
     SlapoError
-        If a group is given and ``torch.distributed`` is not initialised.
+        If a group is given and ``torch.distributed`` is not initialized.
 
     Warns
     -----
     UserWarning
         If the model was scheduled before, as when a cell of a notebook runs again: it is as that
-        schedule left it. If this process is one of several that have not initialised
+        schedule left it. If this process is one of several that have not initialized
         ``torch.distributed``: it is a world of one.
 
     Examples

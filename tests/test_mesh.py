@@ -185,7 +185,7 @@ def grid(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_neighbours_are_tensor_parallel() -> None:
+def test_neighbors_are_tensor_parallel() -> None:
     results = run_distributed(grid, 8)
     assert [r["place"] for r in results] == [
         [pp, dp, tp] for pp in (0, 1) for dp in (0, 1) for tp in (0, 1)

@@ -342,10 +342,10 @@ class _Search:
         self._proposals += 1
         if misses >= _MISSES:
             return (self._one_of(left).parameters, "unseen") if left else None
-        near = self._neighbours(left) if self._proposals % 2 == 0 else []
-        return (self._one_of(near).parameters, "neighbour") if near else None
+        near = self._neighbors(left) if self._proposals % 2 == 0 else []
+        return (self._one_of(near).parameters, "neighbor") if near else None
 
-    def _neighbours(self, left: list[Point]) -> list[Point]:
+    def _neighbors(self, left: list[Point]) -> list[Point]:
         """Points that differ from the best one in as few choices as possible.
 
         The sampler alone is slow to try them: a space with conditions has many names in the study,

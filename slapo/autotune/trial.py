@@ -185,7 +185,7 @@ class Trial:
     parameters
         Parameters in the study.
     source
-        Origin of the point: ``"prediction"``, ``"sampler"``, ``"neighbour"``, ``"unseen"``,
+        Origin of the point: ``"prediction"``, ``"sampler"``, ``"neighbor"``, ``"unseen"``,
         ``"retry"``, ``"cut_off"`` or ``"import"``.
     started
         True if the trial ran, also if it refused itself.

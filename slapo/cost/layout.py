@@ -20,7 +20,7 @@ class Layout:
     Parameters
     ----------
     pp, dp, tp
-        Stages, replicas, and ranks that tensors are split over; tp neighbours are next to each
+        Stages, replicas, and ranks that tensors are split over; tp neighbors are next to each
         other, as in :func:`slapo.init_mesh`.
     batch
         Samples of a replica in a step.

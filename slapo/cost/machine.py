@@ -174,7 +174,7 @@ class Machine:
         ranks
             Size of the group.
         stride
-            Distance of its ranks: 1 for neighbours.
+            Distance of its ranks: 1 for neighbors.
 
         Examples
         --------
@@ -204,7 +204,7 @@ class Machine:
         return self.latency[far] + size / (self.between if far else self.inside)
 
     def communication(self, collectives: Iterable[Collective]) -> float:
-        """Seconds of collectives among neighbours, as tensor parallelism has."""
+        """Seconds of collectives among neighbors, as tensor parallelism has."""
         return sum(self.collective(c.name, c.size, c.ranks) for c in collectives)
 
 

@@ -29,7 +29,7 @@ CheckCall = Callable[
 
 @dataclass
 class Lowering:
-    """A checked and materialised schedule, as `build` hands it to a runtime.
+    """A checked and materialized schedule, as `build` hands it to a runtime.
 
     Parameters
     ----------

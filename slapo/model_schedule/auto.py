@@ -123,7 +123,7 @@ def _various(inputs: dict[str, Any], config: Any) -> dict[str, Any]:
     return {name: tokens if name in ("input_ids", "labels") else x for name, x in inputs.items()}
 
 
-def labelled(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+def labeled(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     """With labels, where the model takes them."""
     takes = inspect.signature(model.forward).parameters
     ids = inputs.get("input_ids")

@@ -164,7 +164,7 @@ def _decoder(*regions: Region) -> Recipe:
 
 
 def _with_head_norms(recipe: Recipe) -> Recipe:
-    """Queries and keys are normalised head by head, with one weight for all heads."""
+    """Queries and keys are normalized head by head, with one weight for all heads."""
     (stack,) = recipe.stacks
     attention, *others = stack.regions
     attention = replace(attention, inside="self_attn.q_norm self_attn.k_norm")

@@ -40,7 +40,7 @@ class ParallelCrossEntropy(nn.Module):
     ----------
     group
         The ranks that share out the vocabulary, as ``torch.chunk`` cuts it; None is the default
-        group, or a world of one where ``torch.distributed`` is not initialised.
+        group, or a world of one where ``torch.distributed`` is not initialized.
     ignore_index
         The label of tokens whose loss is 0, and which give no gradient.
     label_smoothing

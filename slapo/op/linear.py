@@ -48,7 +48,7 @@ class LinearWithSeparateBias(nn.Linear):
 
 
 class LinearWithSyncFunc(nn.Linear):
-    """A linear layer that synchronises its product before it adds the bias.
+    """A linear layer that synchronizes its product before it adds the bias.
 
     A layer whose input features are sharded computes a partial sum; its bias belongs after the
     reduction, else it is added once per rank.

@@ -70,7 +70,7 @@ def linear_cross_entropy(
         The token that the first row of `weight` is of. Of no meaning for a whole weight.
     group
         The ranks that have the other rows; None if the weight is whole: nothing is communicated
-        then, also where ``torch.distributed`` is initialised.
+        then, also where ``torch.distributed`` is initialized.
     ignore_index
         The label of tokens that do not count.
     chunk

@@ -18,7 +18,7 @@ class AnnotatePrimitive(Primitive, name="annotate"):
     """Tag a parameter; the tag is an attribute of it and follows it to every new tensor.
 
     ``mod.weight --> mod.weight`` with ``mod.weight.<key> == value``, also after sharding,
-    replacement of the tensor and materialisation.
+    replacement of the tensor and materialization.
 
     One tag has a meaning of its own: ``partial_grad`` (true) sums the parameter's gradient over the
     group. Use it for whole parameters that see only this rank's part of what they are applied to:
@@ -70,7 +70,7 @@ class AnnotatePrimitive(Primitive, name="annotate"):
             raise TypeError(f"{key} is {value!r}; pass True or False")
         if key not in PARTIAL_GRAD and difflib.get_close_matches(key, PARTIAL_GRAD, 1, cutoff=0.85):
             warn_caller(
-                f"annotate: the tag {key!r} means nothing here, and is spelt like 'partial_grad', "
+                f"annotate: the tag {key!r} is unknown, and is spelled like 'partial_grad', "
                 "which sums the parameter's gradient over the ranks; write that if you mean it"
             )
         spec = shards_of(module).get(param_name)

@@ -52,7 +52,7 @@ class ShardPrimitive(Primitive, name="shard"):
         axis: those that ``torch.chunk`` cuts, 25, 25, 25 and 22 of a vocabulary of 97.
     parts
         The most parts that the axis may be cut into, such as the number of key and value heads:
-        with more ranks than these, neighbours hold the same part, and its gradient is summed over
+        with more ranks than these, neighbors hold the same part, and its gradient is summed over
         them.
 
     Raises

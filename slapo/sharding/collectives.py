@@ -5,7 +5,7 @@ the front of its partner: gradients of gradients work too. All of them
 
 - return a new tensor and leave their input alone,
 - take ``group=None`` for the default group, or for a world of one where ``torch.distributed`` is
-  not initialised; in a group of one they return their input,
+  not initialized; in a group of one they return their input,
 - check sizes before they communicate, so that a mistake is an error and not a hang,
 - are captured by ``torch.compile(fullgraph=True)``.
 """

@@ -84,7 +84,7 @@ def _find_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     if not _initialized():
         raise SlapoError(
             f"this is sharded over the ranks {list(ranks)}, and torch.distributed is not "
-            "initialised, or not any more; start it on so many processes first"
+            "initialized, or not any more; start it on so many processes first"
         )
     world = dist.group.WORLD
     if world is not None and tuple(dist.get_process_group_ranks(world)) == ranks:
@@ -191,7 +191,7 @@ def lengthened(tensor: Tensor, axis: int, size: int) -> Tensor:
     return functional.pad(tensor, [*behind, 0, missing]) if missing else tensor
 
 
-def neighbours(group: dist.ProcessGroup, count: int) -> dist.ProcessGroup:
+def neighbors(group: dist.ProcessGroup, count: int) -> dist.ProcessGroup:
     """This rank's group among those of ``count`` ranks of ``group``, one behind the other.
 
     Made by the ranks of each by themselves, and once.
@@ -212,8 +212,8 @@ def group_of_one() -> dist.ProcessGroup:
     """A group of this rank alone."""
     world = dist.group.WORLD
     if world is None:
-        raise SlapoError("torch.distributed is not initialised; call slapo.init_mesh first")
-    return neighbours(world, 1)
+        raise SlapoError("torch.distributed is not initialized; call slapo.init_mesh first")
+    return neighbors(world, 1)
 
 
 def parse_reshard(spec: str) -> tuple[str, str]:

@@ -110,10 +110,10 @@ def _per_channel(size: str, axis: int | None, divides: tuple[str, ...] = ()) -> 
     return rule
 
 
-def _normalises_over_axis(module: nn.Module, tensor: str, axis: int) -> Effect:
+def _normalizes_over_axis(module: nn.Module, tensor: str, axis: int) -> Effect:
     raise ValueError(
-        f"{type(module).__name__} normalises over the axis that its {tensor!r} lies along: a slice "
-        "would be normalised by itself and change the result; keep it whole"
+        f"{type(module).__name__} normalizes over the axis that its {tensor!r} lies along: a slice "
+        "would be normalized by itself and change the result; keep it whole"
     )
 
 
@@ -162,8 +162,8 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.MultiheadAttention: _splits_heads_itself,
     nn.GroupNorm: _per_channel("num_channels", None, ("num_groups",)),
     nn.PReLU: _PRELU,
-    nn.LayerNorm: _normalises_over_axis,
-    nn.RMSNorm: _normalises_over_axis,
+    nn.LayerNorm: _normalizes_over_axis,
+    nn.RMSNorm: _normalizes_over_axis,
 }
 
 #: Classes outside torch, known by where they are defined, so that nothing is imported for them.

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slapo.errors import SlapoError
 from slapo.hooks import SHARDING
-from slapo.sharding.groups import GroupHandle, common_ranks, handle_of, neighbours
+from slapo.sharding.groups import GroupHandle, common_ranks, handle_of, neighbors
 from slapo.sharding.layout import KnownSync, Layout, around
 from slapo.sharding.slicing import ShardSpec
 from slapo.sharding.tags import SHARERS, apply_tags, forget_hook
@@ -96,7 +96,7 @@ class Sharding:
         tags = dict(self.tags.get(name, {}))
         group, spec = self.group.group, self.specs.get(name)
         if spec is not None and spec.copies > 1 and group is not None:
-            tags[SHARERS] = GroupHandle(neighbours(group, spec.copies))
+            tags[SHARERS] = GroupHandle(neighbors(group, spec.copies))
         if tags:
             apply_tags(tensor, tags, group)
 

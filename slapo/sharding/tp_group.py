@@ -38,7 +38,7 @@ def resolve_group(
         if group is not None:
             raise SlapoError(
                 f"create_schedule: group {group!r} was given, but torch.distributed is not "
-                "initialised; call slapo.init_mesh or torch.distributed.init_process_group first"
+                "initialized; call slapo.init_mesh or torch.distributed.init_process_group first"
             )
         _warn_if_alone()
         return None
@@ -63,7 +63,7 @@ def _warn_if_alone() -> None:
     if "RANK" in os.environ and world_size.isdigit() and int(world_size) > 1:
         warn_caller(
             f"create_schedule: this is process {os.environ['RANK']} of {world_size} (RANK and "
-            "WORLD_SIZE are set), but torch.distributed is not initialised: the schedule is for "
+            "WORLD_SIZE are set), but torch.distributed is not initialized: the schedule is for "
             "one process alone. Call slapo.init_mesh or torch.distributed.init_process_group first "
             "for one of all"
         )

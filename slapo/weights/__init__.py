@@ -1,1 +1,1 @@
-"""Weights: created on meta, materialised, tied, tagged, and carried through replacements."""
+"""Weights: created on meta, materialized, tied, tagged, and carried through replacements."""

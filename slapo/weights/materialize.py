@@ -49,7 +49,7 @@ def materialize(
     given the new tensors of each module, and leaves a range of them here; of those whose ids it is
     given, too, the loader fills that range afterwards.
 
-    A tensor is created with its full shape, initialised, made equal on all ranks of the group and
+    A tensor is created with its full shape, initialized, made equal on all ranks of the group and
     then sliced. Beside this rank's share, one module is in memory at a time.
     """
     if (init_weights is False and loader is None) or not has_meta_tensors(model):
@@ -81,7 +81,7 @@ def _default_device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def _resolve(model: nn.Module, init_weights: bool | Callable[..., Any]) -> list[InitFn]:
-    """Ways to initialise a module, the preferred one first."""
+    """Ways to initialize a module, the preferred one first."""
     if callable(init_weights):
         return [_with_path(init_weights)]
     if init_weights is not True:
@@ -97,7 +97,7 @@ def _resolve(model: nn.Module, init_weights: bool | Callable[..., Any]) -> list[
 
 
 def _by_owner(owners: dict[str, Any], module: nn.Module, path: str) -> None:
-    """The initialisation of the nearest model that the module is part of."""
+    """The initialization of the nearest model that the module is part of."""
     while path not in owners:
         if not path:
             return
@@ -157,7 +157,7 @@ class _Materializer:
     wholes: dict[int, Tensor] = field(default_factory=dict)
 
     def visit(self, path: str, module: nn.Module) -> None:
-        """Initialise what `module` owns, then what it alone initialises in its descendants."""
+        """Initialize what `module` owns, then what it alone initializes in its descendants."""
         self.place += 1
         if self.seed is None:
             self._visit(path, module)
@@ -203,7 +203,7 @@ class _Materializer:
                 _keep(slot, self.new[id(slot.tensor)])
 
     def _written_below(self, path: str, module: nn.Module) -> set[Slot]:
-        """Descendants' tensors that the module's own initialisation sets (scaled residuals...)."""
+        """Descendants' tensors that the module's own initialization sets (scaled residuals...)."""
         below = [
             slot
             for m in map(innermost, module.modules())
@@ -220,7 +220,7 @@ class _Materializer:
         return {storages[s] for s in written.storages if s in storages}
 
     def _read_below(self, module: nn.Module) -> list[Slot]:
-        """Descendants' tensors that were read, which no initialisation may write to."""
+        """Descendants' tensors that were read, which no initialization may write to."""
         inner = (m for m in map(innermost, module.modules()) if m is not module)
         return [slot for m in inner for slot in own_slots(m) if id(slot.tensor) in self.loaded]
 
@@ -242,7 +242,7 @@ class _Materializer:
                     "them; pass init_weights=fn(module, path) to build"
                 )
             raise SlapoError(
-                f"{path!r} ({type(module).__name__}) cannot initialise "
+                f"{path!r} ({type(module).__name__}) cannot initialize "
                 f"{sorted(slot.leaf for slot in left)}: {why}"
             )
         # Ranks exchange values one by one, so all of them must take the tensors in one order.
@@ -303,7 +303,7 @@ class _Materializer:
         if left and self.initialize:
             raise SlapoError(
                 f"{left[:5]} are still on meta; they belong to modules that are not reached "
-                "through children. Initialise them by hand and build with init_weights=False"
+                "through children. Initialize them by hand and build with init_weights=False"
             )
 
 
@@ -346,7 +346,7 @@ def _like(old: Tensor, new: Tensor) -> Tensor:
 
 
 def _blank_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of values that no initialisation leaves: NaN, or the smallest integer."""
+    """A tensor of values that no initialization leaves: NaN, or the smallest integer."""
     blank = torch.empty_like(tensor, device=device)
     if blank.is_floating_point() or blank.is_complex():
         return blank.fill_(float("nan"))

@@ -75,7 +75,7 @@ BY_ROWS: dict[str, Inside] = {
     "nothing": same,
     "softmax": lambda h: h.softmax(-1),
     "layer norm": lambda h: F.layer_norm(h, h.shape[-1:]),
-    "centred": lambda h: h - h.mean(-1, keepdim=True),
+    "centered": lambda h: h - h.mean(-1, keepdim=True),
     "largest": lambda h: h * h.amax(-1).unsqueeze(1),
     "halves": half_of_features,
     "heads": lambda h: h.view(-1, 3, 4).tanh().flatten(1),

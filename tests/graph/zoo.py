@@ -1,4 +1,4 @@
-"""Small, randomly initialised models of Transformers: from configs alone, without the hub."""
+"""Small, randomly initialized models of Transformers: from configs alone, without the hub."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def cuts_without_ranks_for_the_stages():
 
 
 class Scale(nn.Module):
-    """Has a parameter, and nothing that would initialise it."""
+    """Has a parameter, and nothing that would initialize it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Scale(nn.Module):
 
 
 @mistake("build")
-def a_module_that_cannot_initialise_itself():
+def a_module_that_cannot_initialize_itself():
     with slapo.init_empty_weights():
         sch = slapo.create_schedule(nn.Sequential(Scale()))
     yield sch

@@ -39,14 +39,14 @@ class Loss:
         return total / count
 
 
-def batches(key: str, labelled: bool) -> list[tuple[dict[str, Tensor], Tensor]]:
-    """Inputs and labels; `labelled`: with labels among the inputs."""
+def batches(key: str, labeled: bool) -> list[tuple[dict[str, Tensor], Tensor]]:
+    """Inputs and labels; `labeled`: with labels among the inputs."""
     found = []
     for _ in range(STEPS):
         inputs = dict(MODELS[key].inputs(BATCH, LENGTH))
         labels = inputs.get("labels")
         labels = torch.arange(BATCH) % 10 if labels is None else labels
-        if not labelled:
+        if not labeled:
             inputs.pop("labels", None)
             if key == "t5":
                 inputs["decoder_input_ids"] = F.pad(labels.clamp(min=0), (1, -1))
@@ -72,7 +72,7 @@ def compare_keys(
         model = MODELS[key].build(**changes)
         own = own_loss(model)
         loss = Loss(isinstance(own, OwnLoss) and own.moved)
-        labelled = bool(options.get("fused_loss"))
+        labeled = bool(options.get("fused_loss"))
         reference = Alone(MODELS[key].build(**changes), loss.mean, optimizer=sgd, clip=1.0)
         slapo.set_random_seed(11, mesh=mesh)
         cuts = {"pipeline_cuts": layout[0]} if layout[0] > 1 else {}
@@ -83,5 +83,5 @@ def compare_keys(
         if target == "torch":
             base["pipeline_schedule"] = "gpipe" if key == "wideresnet" else "1f1b"
         engine, _ = slapo.build(sch, target=target, mesh=mesh, **{**base, **given})
-        found[key] = compare(engine, reference, batches(key, labelled))
+        found[key] = compare(engine, reference, batches(key, labeled))
     return found

@@ -99,7 +99,7 @@ def test_the_parameter_stays_under_its_name() -> None:
 
 def test_a_slice_of_its_weight_is_refused() -> None:
     sch = slapo.create_schedule(nn.Sequential(RMSNorm(8)))
-    with pytest.raises(ValueError, match="normalises over the axis"):
+    with pytest.raises(ValueError, match="normalizes over the axis"):
         sch["0"].shard("weight", 0)
 
 

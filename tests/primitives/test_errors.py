@@ -29,7 +29,7 @@ def test_a_schedule_is_no_module() -> None:
 def test_one_of_several_processes_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    message = "process 1 of 4 .*not initialised.*init_process_group"
+    message = "process 1 of 4 .*not initialized.*init_process_group"
     with pytest.warns(UserWarning, match=message):
         assert slapo.create_schedule(nn.ReLU()).world_size == 1
     monkeypatch.setenv("WORLD_SIZE", "1")

@@ -27,7 +27,7 @@ def test_a_tag_follows_every_new_tensor(pair: None) -> None:
     assert (node.mod.weight.kind, node.mod.bias.kind) == ("expert", 1)
 
 
-def test_a_tag_follows_materialisation_and_tensors_set_by_hand() -> None:
+def test_a_tag_follows_materialization_and_tensors_set_by_hand() -> None:
     with slapo.init_empty_weights():
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     sch = slapo.create_schedule(model)
@@ -84,9 +84,9 @@ def test_a_sequence_parallel_tag_that_was_rolled_back_does_nothing(pair: None) -
         tags.reduce_from_group = original
 
 
-def test_a_tag_spelt_like_the_one_that_acts() -> None:
+def test_a_tag_spelled_like_the_one_that_acts() -> None:
     sch = slapo.create_schedule(nn.Linear(2, 2))
-    with pytest.warns(UserWarning, match="'partial_grads' means nothing here.*write that"):
+    with pytest.warns(UserWarning, match="'partial_grads' is unknown.*write that"):
         sch.annotate("weight", "partial_grads", True)
 
 

@@ -203,8 +203,8 @@ BAD: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any], s
     "blocks": (lambda: nn.Linear(4, 8), ("weight", 0), {"blocks": 3}, "does not hold 3 equal"),
     "block size": (lambda: nn.Linear(4, 6), ("weight", 0), {"blocks": 2}, "block size 3 is not"),
     "block sum": (lambda: nn.Linear(4, 6), ("weight", 0), {"blocks": [2, 2]}, "do not add up to 6"),
-    "layer norm": (lambda: nn.LayerNorm(4), ("weight", 0), {}, "normalises over the axis"),
-    "rms norm": (lambda: nn.RMSNorm(4), ("weight", 0), {}, "normalises over the axis"),
+    "layer norm": (lambda: nn.LayerNorm(4), ("weight", 0), {}, "normalizes over the axis"),
+    "rms norm": (lambda: nn.RMSNorm(4), ("weight", 0), {}, "normalizes over the axis"),
     "grouped input": (
         lambda: nn.Conv2d(8, 8, 3, groups=2),
         ("weight", 1),

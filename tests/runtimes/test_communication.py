@@ -151,7 +151,7 @@ def messages_of(name: str, pp: int, pipeline_schedule: str) -> list[list[Message
     options = {"micro_batches": pp, "pipeline_schedule": pipeline_schedule}
     engine = build(name, "torch", (pp, 1, 1), loss_fn=FAMILIES[name].loss, **options)
     data = iter(batches(FAMILIES[name]))
-    engine.train_batch(data)  # torch connects neighbours by messages of its own
+    engine.train_batch(data)  # torch connects neighbors by messages of its own
     with Messages() as messages:
         engine.train_batch(data)
     return gathered(messages.sent, None)

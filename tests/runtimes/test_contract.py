@@ -127,7 +127,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "build changes which parameters there are",
     ),
     ({"micro_batches": 0}, "micro_batches is 0"),
-    ({"colour": "red"}, "colour"),
+    ({"color": "red"}, "color"),
     ({"loss_fn": 3}, "loss_fn is 3; pass a function of (output, target)"),
 ]
 

@@ -312,7 +312,7 @@ def test_the_group_is_the_meshes() -> None:
         slapo.build(sch, target="torch", mesh=mesh)
 
 
-# --- fine-tuning, initialisation, modes, failures ------------------------------------------------
+# --- fine-tuning, initialization, modes, failures ------------------------------------------------
 @on_ranks(2)
 def test_a_stage_may_train_nothing() -> None:
     """As in fine-tuning."""

@@ -128,7 +128,7 @@ def on_the_world(rank: int, world_size: int) -> None:
 
 
 def on_subgroups(rank: int, world_size: int) -> None:
-    """Two groups of ranks that are not neighbours; group rank and global rank differ."""
+    """Two groups of ranks that are not neighbors; group rank and global rank differ."""
     members = [list(range(first, world_size, 2)) for first in (0, 1)]
     groups = [dist.new_group(ranks) for ranks in members]
     mine = rank % 2

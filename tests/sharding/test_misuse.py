@@ -461,7 +461,7 @@ def test_a_group_ends_when_it_is_destroyed() -> None:
     dist.destroy_process_group()
     gc.collect()
     assert group() is None
-    with pytest.raises(slapo.SlapoError, match="is not initialised, or not any more; start it"):
+    with pytest.raises(slapo.SlapoError, match="is not initialized, or not any more; start it"):
         model(torch.ones(2, 4))
 
 

@@ -1,4 +1,4 @@
-"""Correct schedules that Verify must let pass, over families, ranks, dtypes and initialisations."""
+"""Correct schedules that Verify must let pass, over families, ranks, dtypes and initializations."""
 
 from __future__ import annotations
 

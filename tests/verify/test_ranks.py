@@ -218,7 +218,7 @@ class OnOneRank(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """Each rank normalises its own features."""
+    """Each rank normalizes its own features."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models on meta: creation, materialisation in build, ties, sharding, errors."""
+"""Models on meta: creation, materialization in build, ties, sharding, errors."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_calls_before_the_build_are_refused_and_leave_nothing_behind() -> None:
     assert model(x).shape == x.shape
 
 
-def test_what_cannot_be_initialised_is_an_error_with_its_path() -> None:
+def test_what_cannot_be_initialized_is_an_error_with_its_path() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -165,7 +165,7 @@ def test_what_cannot_be_initialised_is_an_error_with_its_path() -> None:
 
     with slapo.init_empty_weights():
         model = nn.Sequential(nn.Linear(3, 3), Own())
-    with pytest.raises(slapo.SlapoError, match=r"'1' \(Own\) cannot initialise \['scale'\]"):
+    with pytest.raises(slapo.SlapoError, match=r"'1' \(Own\) cannot initialize \['scale'\]"):
         slapo.build(slapo.create_schedule(model))
     assert all(p.is_meta for p in model.parameters())  # all or nothing
     with pytest.raises(TypeError, match="init_weights"):
@@ -173,7 +173,7 @@ def test_what_cannot_be_initialised_is_an_error_with_its_path() -> None:
 
 
 class Scaled(nn.Module):
-    """Its initialisation reaches into a child, as GPT-2's does for residual projections."""
+    """Its initialization reaches into a child, as GPT-2's does for residual projections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class Scaled(nn.Module):
         nn.init.constant_(self.proj.weight, 3.0)
 
 
-def test_a_parent_may_initialise_its_child() -> None:
+def test_a_parent_may_initialize_its_child() -> None:
     with slapo.init_empty_weights():
         model = nn.Sequential(Scaled(), nn.Linear(4, 4))
     slapo.build(slapo.create_schedule(model))
@@ -207,7 +207,7 @@ def test_wrappers_and_traces_are_seen_through() -> None:
 
 @pytest.mark.parametrize("buffers", [False, True])
 @pytest.mark.parametrize("family", ["gpt2", "bert", "llama", "t5"])
-def test_hugging_face_initialisation(family: str, buffers: bool) -> None:
+def test_hugging_face_initialization(family: str, buffers: bool) -> None:
     define = zoo.FAMILIES[family].build
     torch.manual_seed(0)
     expected = define()
@@ -248,7 +248,7 @@ def _sharded(rank: int, world_size: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_hold_slices_of_one_initialisation(world_size: int) -> None:
+def test_ranks_hold_slices_of_one_initialization(world_size: int) -> None:
     first, *others = run_distributed(_sharded, world_size)
     for other in others:
         assert all(torch.equal(first[name], other[name]) for name in first)
@@ -292,7 +292,7 @@ def test_a_mask_that_nothing_writes_is_an_error() -> None:
 
     with slapo.init_empty_weights(include_buffers=True):
         model = nn.Sequential(Masked())
-    with pytest.raises(slapo.SlapoError, match=r"'0' \(Masked\) cannot initialise"):
+    with pytest.raises(slapo.SlapoError, match=r"'0' \(Masked\) cannot initialize"):
         slapo.build(slapo.create_schedule(model))
 
     def write(module: nn.Module) -> None:
@@ -304,7 +304,7 @@ def test_a_mask_that_nothing_writes_is_an_error() -> None:
     assert torch.equal(model[0].mask, torch.ones(3, 3, dtype=torch.bool).tril())
 
 
-def test_a_model_within_a_module_of_the_users_is_initialised_as_it_says() -> None:
+def test_a_model_within_a_module_of_the_users_is_initialized_as_it_says() -> None:
     class Mine(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -321,7 +321,7 @@ def test_a_model_within_a_module_of_the_users_is_initialised_as_it_says() -> Non
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "vit"])
-def test_a_recorded_model_initialises_itself(family: str) -> None:
+def test_a_recorded_model_initializes_itself(family: str) -> None:
     with slapo.init_empty_weights():
         sch = slapo.create_schedule(zoo.FAMILIES[family].build())
     assert sch.trace(tracer="huggingface", recursive=False)
@@ -329,7 +329,7 @@ def test_a_recorded_model_initialises_itself(family: str) -> None:
     assert not any(p.is_meta for p in model.parameters())
 
 
-class InitialisesBelow(nn.Module):
+class InitializesBelow(nn.Module):
     """One module sets the weights of many, which then arrive together."""
 
     def __init__(self) -> None:
@@ -345,7 +345,7 @@ def _in_one_order(rank: int, world_size: int) -> list[float]:
     # The addresses of modules differ between ranks, as do orders that depend on them.
     kept = [nn.Linear(rank + 1, 1) for _ in range(7 * rank)]
     with slapo.init_empty_weights():
-        model = InitialisesBelow()
+        model = InitializesBelow()
     slapo.build(slapo.create_schedule(model))
     del kept
     return [part.weight.detach().unique().item() for part in model.parts]

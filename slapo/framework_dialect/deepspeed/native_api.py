@@ -69,7 +69,7 @@ class PlainOptions:
         topology, loss_fn = given.get("topology"), given.get("loss_fn")
         if not (dist.is_available() and dist.is_initialized()):
             raise SlapoError(
-                "deepspeed: torch.distributed is not initialised; call "
+                "deepspeed: torch.distributed is not initialized; call "
                 "deepspeed.init_distributed() before the schedule is created"
             )
         layout = _layout(sch, topology)

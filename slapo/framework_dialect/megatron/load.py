@@ -115,6 +115,6 @@ def _check_groups(mesh: DeviceMesh) -> None:
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     if virtual is not None:
         raise SlapoError(
-            f"megatron-core was initialised with virtual_pipeline_model_parallel_size={virtual}, "
-            "and target 'megatron' runs one stage on each rank; initialise it without"
+            f"megatron-core was initialized with virtual_pipeline_model_parallel_size={virtual}, "
+            "and target 'megatron' runs one stage on each rank; initialize it without"
         )

@@ -189,7 +189,7 @@ class Verify:
             check_ties(self.sch.mod, self.sch.state.ties)
 
     def _materialize_reference(self, device: torch.device) -> None:
-        """Values for a copy on meta, by the way that the whole model would initialise it."""
+        """Values for a copy on meta, by the way that the whole model would initialize it."""
         own: Any = getattr(self.reference, "_init_weights", None)
         top: Any = getattr(self.sch.get_top_schedule().mod, "_init_weights", None)
         init = True if own is not None or top is None else top

@@ -125,7 +125,7 @@ def norm(call: Call) -> list[Place]:
     if any(place.is_partial for place in rows):
         raise call.misfit("it is not linear, and what it is given is a partial sum")
     if not (first.is_slice and first.dim < call.tensors[0].ndim - count):
-        raise call.misfit("it needs all of the normalised dimensions on one rank")
+        raise call.misfit("it needs all of the normalized dimensions on one rank")
     if not all(place.same(first) for place in rows) or not all(p.is_whole for p in weights):
         raise call.misfit("its inputs lie differently")
     return [first if out.ndim > count else PARTIAL_SUM for out in call.outs]
