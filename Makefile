@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-fast test-wide test-versions lint format types docs-check docs dist golden bench clean
+.PHONY: help install quickstart test test-fast test-wide test-versions lint format types docs-check docs dist golden bench gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -88,6 +88,9 @@ golden: $(STAMP) ## write the golden files anew; read their diff before you comm
 
 bench: $(STAMP) ## the benchmarks; results go to benchmark/results
 	$(BIN)/python -m benchmark
+
+gpu: ## all that needs a GPU, in nine minutes, with the packages that are installed; GPU=--small: anywhere
+	$(PYTHON) -m benchmark gpu $(GPU)
 
 clean: ## remove caches and the virtual environment
 	rm -rf $(VENV) .venv-* build .mypy_cache .pytest_cache .ruff_cache

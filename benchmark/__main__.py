@@ -16,6 +16,7 @@ from benchmark import (
     dry_run,
     engines,
     families,
+    gpu,
     import_time,
     kernels,
     matching,
@@ -54,6 +55,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "verify": verify.main,
     "train": train.main,
     "nodes": nodes.main,
+    "gpu": gpu.main,
 }
 
 #: Draw a picture from the CSV file of a benchmark.

@@ -74,43 +74,51 @@ def _llama(
     return Case("llama", "LlamaForCausalLM", "LlamaConfig", settings, length)
 
 
+def _bert(hidden: int, layers: int, heads: int, wide: int, vocabulary: int, length: int) -> Case:
+    settings = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": wide,
+        "vocab_size": vocabulary,
+        **_BERT,
+    }
+    return Case("bert", "BertForMaskedLM", "BertConfig", settings, length)
+
+
+def _t5(
+    hidden: int, head: int, wide: int, layers: int, heads: int, vocabulary: int, length: int
+) -> Case:
+    settings = {
+        "d_model": hidden,
+        "d_kv": head,
+        "d_ff": wide,
+        "num_layers": layers,
+        "num_heads": heads,
+        "vocab_size": vocabulary,
+        "dropout_rate": 0.0,
+        "use_cache": False,
+        "decoder_start_token_id": 0,
+    }
+    return Case("t5", "T5ForConditionalGeneration", "T5Config", settings, length)
+
+
 CASES: dict[str, dict[str, Case]] = {
     "cpu": {
         "gpt2": _gpt2(512, 6, 8, 32000, 512),
         "llama": _llama(512, 1376, 6, 8, 8, 32000, 512),
     },
     "quick": {"gpt2": _gpt2(16, 1, 2, 64, 8), "llama": _llama(16, 32, 1, 2, 2, 64, 8)},
+    "small": {
+        "bert": _bert(32, 2, 2, 64, 96, 16),
+        "gpt2": _gpt2(32, 2, 2, 96, 16),
+        "t5": _t5(32, 16, 64, 2, 2, 96, 16),
+        "llama": _llama(32, 64, 2, 4, 2, 96, 16),
+    },
     "cuda": {
-        "bert-large": Case(
-            "bert",
-            "BertForMaskedLM",
-            "BertConfig",
-            {
-                "hidden_size": 1024,
-                "num_hidden_layers": 24,
-                "num_attention_heads": 16,
-                "intermediate_size": 4096,
-                "vocab_size": 30522,
-                **_BERT,
-            },
-        ),
+        "bert-large": _bert(1024, 24, 16, 4096, 30522, 512),
         "gpt2-medium": _gpt2(1024, 24, 16, 50257, 1024),
-        "t5-base": Case(
-            "t5",
-            "T5ForConditionalGeneration",
-            "T5Config",
-            {
-                "d_model": 768,
-                "d_kv": 64,
-                "d_ff": 3072,
-                "num_layers": 12,
-                "num_heads": 12,
-                "vocab_size": 32128,
-                "dropout_rate": 0.0,
-                "use_cache": False,
-                "decoder_start_token_id": 0,
-            },
-        ),
+        "t5-base": _t5(768, 64, 3072, 12, 12, 32128, 512),
         "llama-1b": _llama(2048, 8192, 16, 32, 8, 128256, 2048),
     },
 }

@@ -35,6 +35,7 @@ def main():
 
     mesh = slapo.init_mesh(dp=int(os.environ["WORLD_SIZE"]) // args.tp, tp=args.tp)
     config = AutoConfig.from_pretrained(args.folder)
+    dtype = config.dtype  # training updates float32 weights
     with slapo.init_empty_weights():  # no rank ever holds the whole model
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # The family's recipe, or a draft; half of the layers recompute their activations.
@@ -52,7 +53,7 @@ def main():
     warmup = torch.optim.lr_scheduler.LinearLR(engine.optimizer, 0.1, total_iters=10)
     data = batches(args.folder, args.text, mesh)
     slapo.fit(engine, data, steps=args.steps, scheduler=warmup, save="run", save_every=10, log=log)
-    slapo.save_pretrained(engine, "tuned", dtype=config.dtype)  # whole, under the model's own names
+    slapo.save_pretrained(engine, "tuned", dtype=dtype)  # whole, under the model's own names
     dist.destroy_process_group()
 
 

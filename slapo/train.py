@@ -82,6 +82,7 @@ def main():
     mesh = slapo.init_mesh(dp=$dp, tp=$tp)
     slapo.set_random_seed(2013, mesh=mesh)
     config, tokenizer = AutoConfig.from_pretrained(FOLDER), tokenizer_of(FOLDER)
+    dtype = config.dtype  # of the folder; training updates float32 weights
     with slapo.init_empty_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.config.use_cache = False  # it is for generation
@@ -125,7 +126,7 @@ def main():
         log_every=max(1, STEPS // 20),
     )
     if engine.step_count == STEPS:
-        slapo.save_pretrained(engine, OUT, dtype=config.dtype)
+        slapo.save_pretrained(engine, OUT, dtype=dtype)
         if tokenizer is not None and dist.get_rank() == 0:
             tokenizer.save_pretrained(OUT)
     dist.barrier()

@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.wide import is_wide
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -42,6 +44,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.accelerator.is_available():
         pytest.skip("needs an accelerator")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_wide(item.nodeid):
+            item.add_marker(pytest.mark.wide)
 
 
 def pytest_collectstart() -> None:

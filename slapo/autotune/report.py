@@ -129,6 +129,10 @@ def _table(trials: Sequence[Trial], metric: str) -> str:
     return "\n".join("  ".join(row) for row in aligned)
 
 
+#: Outcome -> marker and color in the plot; the others are gray.
+_MARKS = {"ok": ("o", "tab:blue"), "out_of_memory": ("X", "tab:red")}
+
+
 def save_plot(result: Result, path: str | Path) -> None:
     """Draw the figure of each trial in order and, with predictions, against the predicted one."""
     from matplotlib.figure import Figure
@@ -139,9 +143,11 @@ def save_plot(result: Result, path: str | Path) -> None:
     left, *right = figure.subplots(1, 2 if pairs else 1, squeeze=False)[0]
     for kind in dict.fromkeys(trial.outcome for trial in run):
         marks = [(n, t.result or 0.0) for n, t in enumerate(run, 1) if t.outcome == kind]
-        left.scatter(*zip(*marks, strict=True), s=16, label=kind, marker="ox"[kind != "ok"])
+        marker, color = _MARKS.get(kind, ("x", "gray"))
+        label = kind.replace("_", " ")
+        left.scatter(*zip(*marks, strict=True), s=24, label=label, marker=marker, color=color)
     left.set(xlabel="trial", ylabel=result.metric)
-    left.legend(fontsize="small")
+    left.legend(fontsize="small", loc="lower right")
     for axes in right:
         axes.axline((0, 0), slope=1, color="lightgray")
         axes.scatter(*zip(*pairs, strict=True), s=16)

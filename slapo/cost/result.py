@@ -138,22 +138,25 @@ class DryRun:
         from matplotlib.figure import Figure
 
         data = self.data()
-        stages = {name: [s[name] / 2**30 for s in data["stages"]] for name in data["stages"][0]}
-        peaks = stages.pop("peak")
-        figure = Figure(figsize=(max(4.0, 2 + 0.6 * len(peaks)), 4.5))
+        name, unit = ("GiB", 2**30) if data["peak"] >= 2**30 else ("MiB", 2**20)
+        stages = {key: [s[key] / unit for s in data["stages"]] for key in data["stages"][0]}
+        peaks, capacity = stages.pop("peak"), data["capacity"] / unit
+        figure = Figure(figsize=(max(6.0, 4 + 0.6 * len(peaks)), 4.5), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         places, bottoms = range(len(peaks)), [0.0] * len(peaks)
-        for name, heights in stages.items():
-            axes.bar(places, heights, bottom=bottoms, label=name)
+        for key, heights in stages.items():
+            axes.bar(places, heights, bottom=bottoms, label=key)
             bottoms = [low + high for low, high in zip(bottoms, heights, strict=True)]
         axes.plot(places, peaks, "k_", markersize=18, label="peak")
-        if max(peaks) > 0.2 * data["memory"] / 2**30:
-            axes.axhline(data["capacity"] / 2**30, color="red", linestyle=":", label="capacity")
-        axes.set(xlabel="stage", ylabel="GiB of a rank", xticks=list(places))
+        # Far above the bars the line would flatten them; then it marks the upper edge.
+        is_near = capacity < 5 * max(peaks)
+        height = capacity if is_near else 1.3 * max(peaks)
+        said = f"capacity {size_of(data['capacity'])}" + ("" if is_near else ", not to scale")
+        axes.axhline(height, color="red", linestyle="--" if is_near else ":", label=said)
+        axes.set(xlabel="stage", ylabel=f"{name} of a rank", xticks=list(places))
         axes.set_title(f"{data['model']} on {data['ranks']} x {data['machine']}", fontsize="medium")
-        axes.legend(fontsize="small")
-        figure.tight_layout()
+        axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.01, 0.5))
         figure.savefig(path, dpi=120)
 
 

@@ -25,7 +25,7 @@ from tests.model_schedule.modes import MODES, REFUSED
 CHECKED = ["layers", "slices", "fused", "tokens", "own", "all"]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.wide)])
 @pytest.mark.parametrize("key", recipe_keys())
 def test_recipes_pass(key: str, ranks: int) -> None:
     for mode in CHECKED:

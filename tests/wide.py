@@ -1,0 +1,98 @@
+"""Rows of large tables that ``make test`` leaves to ``make test-wide``.
+
+Each costs many seconds, and another row of its table runs the same code: the same engine in another
+layout, the same layout on another engine, or a family with the same tracing.
+"""
+
+#: Test -> its rows, by the identifiers that pytest shows in brackets; no rows: the whole test.
+WIDE: dict[str, tuple[str, ...]] = {
+    "benchmark/test_families.py::test_two_families_give_two_lines": (),
+    "cost/test_dryrun.py::test_peak_of_one_process": ("t5-0.0-1", "t5-0.5-1", "t5-1.0-1"),
+    "cost/test_ranks.py::test_peak_of_two_ranks": ("replicas",),
+    "graph/test_families.py::test_a_rewritten_flat_layer_equals_the_plain_one": (
+        "swin",
+        "mixtral",
+        "bert",
+    ),
+    "graph/test_families.py::test_a_rewritten_layer_equals_the_plain_one": (
+        "t5-recursive",
+        "t5-leaves",
+        "llama-recursive",
+    ),
+    "graph/test_families.py::test_a_rewritten_root_equals_the_plain_model": (
+        "bert-flat",
+        "llama-leaves",
+    ),
+    "graph/test_families.py::test_what_transformers_collects_is_as_in_the_plain_model_or_refused": (
+        "t5-output_hidden_states-leaves",
+        "t5-output_hidden_states-layer",
+        "llama-output_attentions-flat",
+        "mixtral-output_router_logits-flat",
+    ),
+    "model_schedule/test_stages.py::test_stages_train_as_one_process_does": (
+        "keys5-layout5-options5-engine5",
+        "keys9-layout9-options9-engine9",
+        "keys10-layout10-options10-engine10",
+    ),
+    "op/test_liger.py::test_kernels_compile_for_each_architecture": (),
+    "op/test_residual.py::test_the_kernel_by_the_interpreter": ("gradient",),
+    "pipeline/test_families.py::test_two_stages": (
+        "qwen2-True",
+        "mistral-True",
+        "roberta-True",
+        "gpt2_classifier-True",
+    ),
+    "runtimes/test_communication.py::test_several_stages_on_a_rank_send_to_other_ranks_only": (
+        "zbv",
+    ),
+    "runtimes/test_contract.py::test_training": ("megatron-2x1x1", "megatron-1x1x1"),
+    "runtimes/test_contract.py::test_what_must_be_alike_is_compared": (
+        "megatron-dp",
+        "megatron-tp",
+    ),
+    "runtimes/test_deepspeed.py::test_training_equals_one_process": (
+        "dp2-(1, 2, 1)",
+        "tp2-(1, 1, 2)",
+        "four ranks-(2, 2, 1)",
+    ),
+    "runtimes/test_engine.py::test_losses_that_count_are_exact": (
+        "torch-2x1x1-[{'backend': 'aot_eager'}]",
+        "megatron-2x1x1-[]",
+        "megatron-1x2x1-[]",
+    ),
+    "runtimes/test_engine.py::test_the_whole_surface": (
+        "megatron-2x1x1-[]",
+        "megatron-1x2x1-[]",
+        "deepspeed-1x2x1-[2]",
+    ),
+    "runtimes/test_layouts.py::test_torch_schedules_and_sharding": ("gpipe-fsdp-0.5",),
+    "runtimes/test_layouts.py::test_training_equals_one_process": (
+        "torch-2x1x1-first",
+        "torch-2x2x1-first",
+        "torch-2x1x2-first",
+        "deepspeed-2x1x1-first",
+        "deepspeed-1x1x2-first",
+    ),
+    "runtimes/test_megatron.py::test_training_equals_one_process": ("2x1x1", "1x2x1"),
+    "runtimes/test_optimizers.py::test_steps_equal_those_of_one_process": (
+        "megatron-layout6-options6-gpt2",
+    ),
+    "saving/test_resume.py::test_float32_copies_and_state_go_through_all_engines": ("bfloat16",),
+    "sharding/test_shared_heads.py::test_engines": ("megatron",),
+    "weights/test_pretrained.py::test_folders_come_back_from_deepspeed": (
+        "zero 3 late",
+        "zero 1 late",
+    ),
+    "weights/test_pretrained.py::test_folders_come_back_from_four_ranks": ("pp 2 fsdp",),
+    "weights/test_pretrained.py::test_folders_come_back_the_same": ("pp 2",),
+    "weights/test_pretrained.py::test_what_is_on_meta_is_shared_out_first": (
+        "layout1-options1-keys1",
+    ),
+}
+
+
+def is_wide(node: str) -> bool:
+    """Return whether a test, by the identifier that pytest has for it, is in the table."""
+    test, _, row = node.removeprefix("tests/").partition("[")
+    rows = WIDE.get(test)
+    return rows is not None and (not rows or row.removesuffix("]") in rows)
