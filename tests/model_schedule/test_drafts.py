@@ -147,14 +147,14 @@ def check_randoms(seeds: list[int], timeout: float) -> None:
 
 
 def test_random_models() -> None:
-    check_randoms([*range(20)], timeout=280)
+    check_randoms([*range(50)], timeout=280)
 
 
 @pytest.mark.wide
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("start", range(20, 500, 160))
+@pytest.mark.parametrize("start", range(50, 500, 150))
 def test_more_random_models(start: int) -> None:
-    check_randoms([*range(start, start + 160)], timeout=1700)
+    check_randoms([*range(start, start + 150)], timeout=1700)
 
 
 def hand_written(rank: int, world_size: int, keys: list[str]) -> dict[str, tuple[float, float]]:
