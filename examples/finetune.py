@@ -22,7 +22,7 @@ def batches(folder, text, mesh, size=8, length=128):
     windows = ids[: len(ids) // length * length].view(-1, length)
     own = windows[mesh.get_local_rank("dp") :: mesh["dp"].size()]
     whole = own[: len(own) // size * size].split(size)
-    return [({"input_ids": each, "labels": each}, each) for each in whole]
+    return [({"input_ids": each, "labels": each, "use_cache": False}, each) for each in whole]
 
 
 def main():

@@ -75,7 +75,7 @@ class Windows:
         while True:
             chosen = torch.randint(len(self.windows), (size,), generator=generator)
             own = self.windows[chosen[self.replica :: self.replicas]].to(self.device)
-            yield {"input_ids": own, "labels": own}, own
+            yield {"input_ids": own, "labels": own, "use_cache": False}, own
 
 
 def main():
@@ -85,7 +85,6 @@ def main():
     dtype = config.dtype  # of the folder; training updates float32 weights
     with slapo.init_empty_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.config.use_cache = False  # it is for generation
     sch = slapo.apply_schedule(model, "$key", mesh=mesh$options)
     slapo.load_pretrained(sch, FOLDER, missing="error")  # each rank reads its slices
     engine, _ = slapo.build(

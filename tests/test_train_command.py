@@ -52,6 +52,7 @@ def test_a_folder_comes_out(here: Path, capfd: pytest.CaptureFixture[str]) -> No
     with torch.no_grad():
         new, before = (each(tokens, labels=tokens).loss for each in (trained, old))
     assert float(new) < float(before) - 1
+    assert trained.config.use_cache  # as before: it is for generation
     program = (here / "tuned-run" / "train.py").read_text()
     assert "slapo.init_mesh(dp=1, tp=2)" in program
     assert main([*ASK, "--data", "text.jsonl"]) == 2
