@@ -12,6 +12,7 @@ writes ``gpu.csv``, ``gpu.md`` and ``gpu.png``. Parts for which the time is too 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import gc
 import importlib.util
@@ -31,7 +32,7 @@ from torch import nn
 import slapo
 from benchmark import report
 from benchmark.kernel_cases import CASES, Case, check_losses
-from benchmark.kernels import SIDES, Side, step_of
+from benchmark.kernels import SIDES, Side, memory, rotated, step_of
 from benchmark.measure import Progress, Result
 
 #: Seconds for all of it, and the most that one model with all of its sides takes.
@@ -107,9 +108,7 @@ def _engine(device: str) -> str:
     loss_fn = nn.functional.mse_loss
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
     mesh = slapo.init_mesh(device=device)
-    torch.manual_seed(0)
-    other = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(device)
-    sch = slapo.create_schedule(other, mesh=mesh)
+    sch = slapo.create_schedule(copy.deepcopy(plain), mesh=mesh)
     sch["0"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
     sch["2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     engine, _ = slapo.build(sch, target="torch", mesh=mesh, loss_fn=loss_fn, optimizer=sgd)
@@ -134,13 +133,12 @@ def _steps(name: str, case: Case, device: str, rounds: int, say: Progress) -> li
     seconds: dict[str, list[float]] = {way: [] for way in steps}
     peaks: dict[str, float] = {}
     for turn in range(rounds):
-        order = list(steps)
-        for way in order[turn % len(order) :] + order[: turn % len(order)]:
-            before = _memory(device, reset=True)
+        for way in rotated(list(steps), turn):
+            before = memory(device, reset=True)
             begun = time.perf_counter()
             steps[way]()  # its loss waits for the device
             seconds[way].append(time.perf_counter() - begun)
-            peaks[way] = (_memory(device) - before) / 2**20
+            peaks[way] = (memory(device) - before) / 2**20
         say(f"{name}: round {turn + 1} of {rounds}")
     steps.clear()
     predicted = slapo.dryrun(
@@ -162,16 +160,6 @@ def _steps(name: str, case: Case, device: str, rounds: int, say: Progress) -> li
         rows.append(row)
         say(f"{name}, {way}: {row['seconds']} s, {row['speed']} x, {row['peak_mib']} MiB")
     return rows
-
-
-def _memory(device: str, reset: bool = False) -> float:
-    """Bytes of tensors on a GPU: now, with `reset`, else the peak since then; 0 on a CPU."""
-    if device == "cpu":
-        return 0.0
-    if reset:
-        torch.cuda.reset_peak_memory_stats()
-        return float(torch.cuda.memory_allocated())
-    return float(torch.cuda.max_memory_allocated())
 
 
 def _table(rows: Sequence[dict[str, Any]], folder: Path) -> Path:

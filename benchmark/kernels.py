@@ -122,8 +122,7 @@ def measure_steps(
             check_losses(losses)
             seconds: dict[str, list[float]] = {side: [] for side in steps}
             for turn in range(rounds):
-                order = list(steps)
-                for side in order[turn % len(order) :] + order[: turn % len(order)]:
+                for side in rotated(list(steps), turn):
                     start = clock()
                     steps[side]()
                     seconds[side].append(clock() - start)
@@ -137,6 +136,12 @@ def measure_steps(
                     f"{name}, batch {batch}, {row['side']}: {row['speed']} x, {row['peak_mib']} MiB"
                 )
     return result
+
+
+def rotated(sides: list[str], turn: int) -> list[str]:
+    """The sides, beginning with another one in each turn."""
+    first = turn % len(sides)
+    return sides[first:] + sides[:first]
 
 
 def _report(
@@ -191,12 +196,12 @@ def peak_of(case: Case, side: Side, batch: int, device: str) -> float:
     model(**case.inputs(1, device)).loss.backward()  # what is compiled and made once
     model.zero_grad()
     gc.collect()
-    before = _memory(device, reset=True)
+    before = memory(device, reset=True)
     model(**inputs).loss.backward()
-    return (_memory(device) - before) / 2**20
+    return (memory(device) - before) / 2**20
 
 
-def _memory(device: str, reset: bool = False) -> float:
+def memory(device: str, reset: bool = False) -> float:
     """Bytes: what is in use now, with `reset`; else the peak since then."""
     if device == "cuda":
         if reset:

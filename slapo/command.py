@@ -93,9 +93,14 @@ def _check(given: argparse.Namespace) -> int:
         for checked in check_at(make, given.tp, given.sp):
             print(checked, flush=True)
     except (SlapoError, ValueError, TypeError, KeyError) as error:
-        print(error.args[0] if error.args else error, file=sys.stderr)
-        return 1
+        return _refused(error)
     return 0
+
+
+def _refused(error: Exception) -> int:
+    """Print the message of an error; the status of a command that it ends."""
+    print(error.args[0] if error.args else error, file=sys.stderr)
+    return 1
 
 
 def _add_draft(commands: Any) -> None:
@@ -130,8 +135,7 @@ def _draft(given: argparse.Namespace) -> int:
         model, inputs = _to_draft(given.model)
         drafted = draft_offline(model, inputs, given.tp, shortened=lambda each: shrink(each).model)
     except (SlapoError, ValueError, TypeError) as error:
-        print(error.args[0] if error.args else error, file=sys.stderr)
-        return 1
+        return _refused(error)
     print(drafted, end="")
     print(drafted.summary(), file=sys.stderr)
     return 0 if drafted.verdict is None and drafted.recipe.splits else 1
@@ -176,8 +180,7 @@ def _draw(given: argparse.Namespace) -> int:
     try:
         print(page(schedule_offline(make, given.tp)))
     except (SlapoError, ValueError, TypeError, KeyError) as error:
-        print(error.args[0] if error.args else error, file=sys.stderr)
-        return 1
+        return _refused(error)
     return 0
 
 

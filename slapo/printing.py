@@ -114,7 +114,8 @@ def _rows(items: list[_Item], whole: int) -> Iterator[str]:
         if first.below:
             kind = _describe(first.node) if first.node is not None else ""
             is_open = " open" if first.has_notes() and kind not in opened else ""
-            opened |= {kind} if is_open else set()
+            if is_open:
+                opened.add(kind)
             inner = "".join(_rows(first.below, whole))
             yield f"<details{is_open}><summary>{row}</summary>{inner}</details>"
         else:
@@ -124,7 +125,7 @@ def _rows(items: list[_Item], whole: int) -> Iterator[str]:
 
 
 def _chips(node: Node | None) -> str:
-    """What was applied to a module, each with its color and the line that applied it."""
+    """Chips of the primitives applied to a module: each has its color, and its line as a title."""
     chips = []
     for record in node.metadata.applied if node is not None else ():
         kind = next(
