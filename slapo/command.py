@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slapo.doctor import report
-from slapo.errors import MissingPackageError, SlapoError, with_nearest
+from slapo.errors import MissingPackageError, SlapoError, require_count, with_nearest
 from slapo.model_schedule import apply_schedule, recipe_keys, recipe_of
 from slapo.model_schedule.drafts import draft_offline
 from slapo.model_schedule.registry import AUTO, DRAFT, description
@@ -178,6 +178,7 @@ def _add_draw(commands: Any) -> None:
 def _draw(given: argparse.Namespace) -> int:
     make = load(given.make)
     try:
+        require_count("--tp", given.tp)
         print(page(schedule_offline(make, given.tp)))
     except (SlapoError, ValueError, TypeError, KeyError) as error:
         return _refused(error)
