@@ -106,7 +106,7 @@ def replay(
         warn_caller(
             f"replay: {others[0]}{more}: a module or function of that name is another one now, or "
             "of another version of Python or torch; see that it does what was recorded, and save "
-            "the record anew"
+            "the record again"
         )
     return sch
 

@@ -40,7 +40,7 @@ _BROKEN = re.compile(
 # Seconds that other ranks have to notice a failure and to read what it was.
 _PATIENCE = 3.0
 
-# On an exception that every rank of the group raises: nobody is left waiting.
+# On an exception that every rank of the group raises: no rank is left waiting.
 _ON_EVERY_RANK = "_slapo_on_every_rank"
 
 
@@ -133,7 +133,7 @@ def has_peers(group: dist.ProcessGroup | None = None) -> bool:
 
 
 def is_broken_collective(error: BaseException) -> bool:
-    """Return whether this is the error of a collective that lost another rank, or its patience."""
+    """Return whether this is the error of a collective that lost another rank, or its timeout."""
     if isinstance(error, SlapoError) or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, dist.DistError) or bool(_BROKEN.search(str(error)))

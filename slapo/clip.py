@@ -60,7 +60,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"clip_grad_norm_: got {type(model).__name__}; pass the model itself, in the place of "
+            f"clip_grad_norm_: got {type(model).__name__}; pass the model itself, instead of "
             "its parameters: the norm of slices is taken by what their modules know"
         )
     if isinstance(max_norm, bool) or not max_norm > 0:

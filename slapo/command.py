@@ -245,7 +245,7 @@ def _recipe_options() -> str:
 def _add_inspect(commands: Any) -> None:
     command = commands.add_parser(
         "inspect",
-        help="say what lies in a run, in a saved step or in a folder of Hugging Face",
+        help="say what is in a run, in a saved step or in a folder of Hugging Face",
         description=(
             "Step, layout, engine, optimizer, tensors and schedule of what engine.save has "
             "written; of a folder with weights, what is in it."
@@ -332,7 +332,7 @@ def _load_script(path: Path) -> Any:
     if spec is None or spec.loader is None:
         raise _UsageError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    # As Python does for a script that it runs: what lies beside it can be imported.
+    # As Python does for a script that it runs: what is beside it can be imported.
     sys.path.insert(0, str(path.parent.resolve()))
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
@@ -344,6 +344,4 @@ def _load_module(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise _UsageError(
-            f"{error}; run from the directory it lies in, or give a .py file"
-        ) from None
+        raise _UsageError(f"{error}; run from the directory it is in, or give a .py file") from None

@@ -36,8 +36,8 @@ def setup(rank: int, world_size: int, backend: str = "nccl") -> None:
     rank, world_size
         This process among how many.
     backend
-        ``"nccl"`` is ``"gloo"`` where there is no CUDA, and says so. With CUDA the process works on
-        the device of its rank, and the CPU has its collectives too.
+        ``"nccl"`` is ``"gloo"`` where there is no CUDA, which is logged. With CUDA the process
+        works on the device of its rank, and the CPU has its collectives too.
 
     Raises
     ------
@@ -93,7 +93,7 @@ def execute(fn: Callable[..., Any], args: Any) -> None:
     Parameters
     ----------
     fn
-        A function at the top level of a file. That file is imported anew by each process: what
+        A function at the top level of a file. That file is imported again by each process: what
         starts the job stands under ``if __name__ == "__main__":``.
     args
         What says how many processes: an object with the attribute ``world_size``, as of

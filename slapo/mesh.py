@@ -102,7 +102,7 @@ def timeout_of_job() -> timedelta:
     """How long ranks wait for each other: what groups that are made later should have too."""
     world = dist.distributed_c10d._get_default_group()
     backend = world._get_backend(torch.device(next(iter(_backends()))))
-    # Torch's fake group, which waits for nobody, has no options.
+    # Torch's fake group, which waits for no rank, has no options.
     options = getattr(backend, "options", None)
     return options._timeout if options else dist.default_pg_timeout
 

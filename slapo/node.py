@@ -238,7 +238,7 @@ class Node:
         return None if pending else node
 
     def follow(self, name: str) -> None:
-        """See a module that the user has put in the place of a child, or has added."""
+        """See a module that the user has put instead of a child, or has added."""
         child, present = self.child.get(name), _slot(self.mod, name)
         if child is None and (present is None or _is_transparent(present, name, self._hides)):
             return
@@ -260,7 +260,7 @@ class Node:
             if _slot(parent._mod, node.name) is not node._mod:
                 raise SlapoError(
                     f"{spelled(self.path)}: another module was put at {node.path!r} since this "
-                    "node was taken from the schedule; take it anew"
+                    "node was taken from the schedule; take it again"
                 )
             node, parent = parent, parent.parent
 
@@ -590,6 +590,6 @@ def child_slot(parent: nn.Module, name: str) -> tuple[nn.Module, str]:
     *lists, last = name.split(".")
     for part in lists:
         inner = parent._modules[part]
-        assert inner is not None, "a schedule child lies in lists that exist"
+        assert inner is not None, "a schedule child is in lists that exist"
         parent = inner
     return parent, last

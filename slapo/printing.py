@@ -52,7 +52,7 @@ _STYLE = """
 
 @dataclass
 class _Item:
-    """A module as it is printed: its name in what is around it, a text, and what lies below."""
+    """A module as it is printed: its name in what is around it, a text, and what is below."""
 
     name: str
     text: str

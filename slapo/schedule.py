@@ -388,7 +388,7 @@ def _warn_of_earlier(root: nn.Module) -> None:
         warn_caller(
             f"create_schedule: this {type(innermost(root)).__name__} was scheduled before ({count},"
             f" the first {earlier[0]}) and is as that left it; the new schedule does not show it. "
-            "To start anew, make the model anew in front of create_schedule, or keep the model as "
+            "To start again, rebuild the model in front of create_schedule, or keep the model as "
             "it is and schedule copies: create_schedule(copy.deepcopy(model))"
         )
 

@@ -58,7 +58,7 @@ def fit(
         Engine of :func:`slapo.build`.
     data
         ``(inputs, targets)`` as for ``engine.train_batch``. Data that can be iterated again, as a
-        ``DataLoader``, is begun anew at its end. Data with ``state_dict`` and ``load_state_dict``
+        ``DataLoader``, is begun again at its end. Data with ``state_dict`` and ``load_state_dict``
         is resumed by these; of other data, the batches of earlier steps are skipped.
     steps
         Steps of the optimizer in all, those before a resumed one too.
@@ -161,7 +161,7 @@ class _Loop:
             self._next()
 
     def _next(self) -> Any:
-        """The next batch; data that can be iterated again begins anew."""
+        """The next batch; data that can be iterated again begins again."""
         for _ in range(2):
             if self._iterator is None:
                 self._iterator = iter(self.data)

@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden",
         action="store_true",
-        help="write the golden files anew instead of comparing with them",
+        help="write the golden files again instead of comparing with them",
     )
 
 

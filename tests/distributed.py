@@ -338,7 +338,7 @@ def _work(
     random.seed(0)
     torch.manual_seed(0)
     with _stack_file(Path(scratch), rank).open("w") as stack:
-        # Shortly before the parent loses patience, leave a note of where this rank stands.
+        # Shortly before the parent loses timeout, leave a note of where this rank stands.
         faulthandler.dump_traceback_later(0.9 * timeout, file=stack)
         try:
             store = dist.FileStore(f"{scratch}/store", world_size)

@@ -69,7 +69,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def parents(module: str) -> list[str]:
-    """Packages around a module, but for the library itself: all modules lie in that."""
+    """Packages around a module, but for the library itself: all modules are in that."""
     parts = module.split(".")
     return [".".join(parts[:n]) for n in range(2, len(parts))]
 

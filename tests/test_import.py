@@ -66,7 +66,7 @@ def test_import_changes_no_logging() -> None:
 
 
 def test_names_are_what_they_are_called() -> None:
-    """Whatever was imported before: Python binds submodules in the place of functions."""
+    """Whatever was imported before: Python binds submodules instead of functions."""
     code = (
         "import importlib, pkgutil, slapo, slapo.op\n"
         "for module in pkgutil.walk_packages(slapo.__path__, 'slapo.'):\n"

@@ -554,7 +554,7 @@ REFUSED: dict[str, tuple[Callable[[Schedule], Any], str]] = {
     ),
     "argument that is gone": (
         changed(Scaled(2.0), lambda m: delattr(m, "factor")),
-        "does not make it anew .*missing 1 required",
+        "does not rebuild it .*missing 1 required",
     ),
     "parameter": (
         lambda s: s["head"].annotate("bias", "mask", nn.Parameter(torch.zeros(2))),
@@ -873,7 +873,7 @@ def saved(path: Path, edit: Callable[[Any], None] = lambda data: None) -> Path:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda d: d.pop("steps"), "'steps' is missing; write it anew"),
+        (lambda d: d.pop("steps"), "'steps' is missing; write it again"),
         (lambda d: d["steps"].append(3), "step 2: "),
         (lambda d: d["steps"][0].update(path=3), r"path, primitive and location are \[3, "),
         (

@@ -19,7 +19,7 @@ from slapo.op import Print
 # In a model
 # ----------
 # ``Print`` takes a value and anything else to print before it, and returns the value. It may stand
-# in the flow of data, or beside it: a call whose result nobody uses is kept all the same. A forward
+# in the flow of data, or beside it: a call whose result is not used is kept, too. A forward
 # may also make it on the spot, as in ``Print()(x, "mean", x.mean(), "of")``.
 
 

@@ -3,7 +3,7 @@ Quick start: a schedule for BERT
 ================================
 
 A schedule says how a model runs, beside the model's definition: which operations become one kernel,
-what is computed again in the backward pass, what is spread over devices. This page takes BERT as
+what is recomputed in the backward pass, what is spread over devices. This page takes BERT as
 Transformers defines it through a first schedule, in one process and without a GPU:
 
     python docs/gallery/quick_start.py

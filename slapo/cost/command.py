@@ -188,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data-parallel", choices=DATA_PARALLEL, default="ddp")
     parser.add_argument("--zero", type=int, default=0, help="stage of ZeRO")
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="of the pipeline")
-    parser.add_argument("--ckpt-ratio", type=float, default=0.0, help="layers computed again")
+    parser.add_argument("--ckpt-ratio", type=float, default=0.0, help="layers recomputed")
     parser.add_argument("--sp", action="store_true", help="sequence parallelism")
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="of the recipe"

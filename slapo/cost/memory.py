@@ -204,7 +204,7 @@ def _replicated(held: list[HeldParameter], layout: Layout, update: Update) -> _S
 def _sharded(parts: StageParts, layout: Layout, update: Update) -> _State:
     """FSDP2, which also keeps the float32 copies where a model computes in half precision.
 
-    What lies outside of layers is whole from the first forward to the last backward. In a pipeline
+    What is outside of layers is whole from the first forward to the last backward. In a pipeline
     layers stay whole too.
     """
     held = list(parts.held.values())
@@ -238,7 +238,7 @@ def _sharded(parts: StageParts, layout: Layout, update: Update) -> _State:
 
 
 def _deepspeed(held: list[HeldParameter], layout: Layout, update: Update, is_half: bool) -> _State:
-    """ZeRO (Rajbhandari et al. 2020) shares out states (1), gradients (2), parameters (3)."""
+    """ZeRO (Rajbhandari et al. 2020) shards states (1), gradients (2), parameters (3)."""
     elements = _trained(held)
     shares = layout.dp if layout.zero else 1
     owned = sum(elements) // shares

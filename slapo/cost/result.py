@@ -36,7 +36,7 @@ class DryRun:
         Of a step.
     flops
         Floating-point operations of a step's products over all replicas, without those that are
-        computed again, and once where ranks that share a layer repeat them.
+        recomputed, and once where ranks that share a layer repeat them.
     tokens
         Of a step over all replicas; 0 where the model takes no ``input_ids``.
 

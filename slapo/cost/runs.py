@@ -272,7 +272,7 @@ class _Recorder:
         return segment
 
     def _enter(self, stack: int, number: int, args: Any, kwargs: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:  # computed again in a backward
+        if torch._C._current_graph_task_id() != -1:  # recomputed in a backward
             return
         self._settle()
         if self._next >= len(self._order) or self._order[self._next] != (stack, number):

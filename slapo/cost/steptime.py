@@ -21,7 +21,7 @@ class StepTime:
     Parameters
     ----------
     forward, backward
-        Compute of the slowest stage, all micro-batches; what is computed again is in `backward`.
+        Compute of the slowest stage, all micro-batches; what is recomputed is in `backward`.
     tensor_parallel
         Its collectives over the tensor-parallel ranks.
     messages

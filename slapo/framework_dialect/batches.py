@@ -271,7 +271,7 @@ class Batch:
 
 
 _DECLARE = (
-    "tell build of tensors whose samples lie elsewhere: batch_dims={name: axis}, or {name: None} "
+    "tell build of tensors whose samples are elsewhere: batch_dims={name: axis}, or {name: None} "
     "for one that each micro-batch gets whole"
 )
 

@@ -565,7 +565,7 @@ class Engine:
 
     @property
     def kind(self) -> str:
-        """The runtime, and what it shards; by which state lies on the same ranks."""
+        """The runtime, and what it shards; by which state is on the same ranks."""
         raise NotImplementedError
 
     @property

@@ -277,7 +277,7 @@ def check_groups(sch: Node, mesh: DeviceMesh) -> None:
 
 
 def check_stage_count(n_stages: int, pp: int, per_rank: int = 1) -> None:
-    """Refuse stages that cannot be shared out over the pipeline's ranks."""
+    """Refuse stages that cannot be distributed over the pipeline's ranks."""
     wanted = pp * per_rank
     if n_stages != wanted:
         raise SlapoError(

@@ -40,7 +40,7 @@ from slapo.verify.placement.fake_parameters import REAL_BYTES
 from slapo.verify.placement.offline import check_at
 from slapo.weights.slots import replacements
 
-#: So often a draft is derived anew, without the axes that the check refused.
+#: So often a draft is derived again, without the axes that the check refused.
 _TRIES = 8
 
 

@@ -25,7 +25,7 @@ from slapo.wrapper import innermost
 
 #: Where a model keeps the targets of the present call.
 _TARGETS = "_slapo_targets"
-#: On a head: False once it is known that nobody changes what it gives.
+#: On a head: False once it is known that its output is not changed.
 _TOUCHED = "_slapo_touched"
 #: Names of configs for what models do to logits after the head.
 _AFTER_THE_HEAD = (
@@ -212,7 +212,7 @@ def give_targets(
 
 
 def take_loss(module: nn.Module, args: tuple[Any, ...], output: Any, *, head: str) -> Any:
-    """Hook: what stands in the place of the logits is the loss."""
+    """Hook: what stands instead of the logits is the loss."""
     layer = _head(module, head)
     if layer.targets is None:
         return output

@@ -183,7 +183,7 @@ def _check_names(base: Schedule, recipe: Recipe, options: Options, config: Any) 
 
 
 def _check_known(base: Schedule, recipe: Recipe) -> None:
-    """Whatever lies in a split block sees slices, or is run by each rank for itself."""
+    """Whatever is in a split block sees slices, or is run by each rank for itself."""
     for stack in recipe.stacks:
         for layer in base.select(f"{stack.layers}.*"):
             unknown = _unknown_parameters(layer.mod, stack)

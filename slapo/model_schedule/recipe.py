@@ -8,13 +8,13 @@ from typing import Any
 
 from slapo.schedule import Schedule
 
-#: Where tokens lie in activations of ``(batch, tokens, hidden)``.
+#: Where tokens are in activations of ``(batch, tokens, hidden)``.
 TOKENS = 1
 
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a layer that lies between column layers and row layers.
+    """A part of a layer that is between column layers and row layers.
 
     Names are paths from the layer, several of them separated by blanks.
 
@@ -31,7 +31,7 @@ class Region:
     reads
         Names of inputs that are another stack's result: whole, and never dealt out by tokens.
     blocks
-        Equal parts that lie side by side in each column layer's output, as packed query, key and
+        Equal parts that are side by side in each column layer's output, as packed query, key and
         value.
     counts
         ``module.attribute``: numbers of heads, divided by the ranks.
@@ -43,7 +43,7 @@ class Region:
         Modules whose dropout acts on a slice, if no kernel has taken their place: each rank draws
         numbers of its own.
     axis
-        Along which tokens lie there: 0 where the layer has made one dimension of batch and tokens.
+        Along which tokens are there: 0 where the layer has made one dimension of batch and tokens.
     key_values
         Column layers of keys and values, which may have fewer heads than there are ranks.
     groups

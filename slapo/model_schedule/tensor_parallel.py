@@ -25,7 +25,7 @@ from slapo.sharding.vocab import look_up_own_rows, sum_looked_up
 
 # --- layers --------------------------------------------------------------------------------------
 def split_column(node: Schedule, blocks: int = 1, parts: int | None = None, **how: Any) -> Schedule:
-    """Each rank keeps a slice of the output features: of all that lies along them."""
+    """Each rank keeps a slice of the output features: of all that is along them."""
     layer = base_of(node).mod
     names = [*layer._parameters.items(), *layer._buffers.items()]
     if not any(tensor is not None and tensor.dim() for _, tensor in names):
@@ -105,7 +105,7 @@ def _enter(node: Schedule, region: Region, axis: int | None, reads: list[str]) -
 
 
 def tensor_by_head(layer: Schedule, path: str) -> tuple[Schedule, str, int] | None:
-    """Where heads lie along an axis: a module's weight, or a parameter itself; None for neither."""
+    """Where heads are along an axis: a module's weight, or a parameter itself; None for neither."""
     owner, _, leaf = path.rpartition(".")
     if path in layer:
         return layer[path], "weight", 1

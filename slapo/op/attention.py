@@ -65,7 +65,7 @@ def attend(
         ``1 / sqrt(head_size)`` by default.
     dropout
         Probability for each weight. Where the random tracker has a state
-        (:func:`slapo.set_random_seed`), it is drawn from that: heads lie on several ranks then.
+        (:func:`slapo.set_random_seed`), it is drawn from that: heads are on several ranks then.
     backend
         ``"eager"``, ``"sdpa"`` (torch's), ``"flash"`` (the package flash-attn; CUDA, half
         precision, neither mask nor bias), ``"xformers"`` (CUDA), or ``"auto"``: eager on CPU for a

@@ -39,7 +39,7 @@ class ParallelCrossEntropy(nn.Module):
     Parameters
     ----------
     group
-        The ranks that share out the vocabulary, as ``torch.chunk`` cuts it; None is the default
+        The ranks that shard the vocabulary, as ``torch.chunk`` cuts it; None is the default
         group, or a world of one where ``torch.distributed`` is not initialized.
     ignore_index
         The label of tokens whose loss is 0, and which give no gradient.
@@ -67,7 +67,7 @@ class ParallelCrossEntropy(nn.Module):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks that share out the vocabulary; None outside of ``torch.distributed``."""
+        """The ranks that shard the vocabulary; None outside of ``torch.distributed``."""
         found = self._group.group
         if found is None and dist.is_available() and dist.is_initialized():
             return dist.group.WORLD

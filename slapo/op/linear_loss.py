@@ -2,7 +2,7 @@
 
 Techniques: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024), section
 3.2, for gradients made by chunks in the forward pass; Shoeybi et al., "Megatron-LM" (2019),
-section 3, for a vocabulary that lies over the ranks.
+section 3, for a vocabulary that is over the ranks.
 """
 
 from __future__ import annotations
@@ -280,11 +280,11 @@ class Targets:
 
 
 class LossHead(nn.Linear):
-    """The head of a language model, which gives the loss in the place of logits while it may.
+    """The head of a language model, which gives the loss instead of logits while it may.
 
     ``head(x) -> logits --> head(x) -> loss`` while ``head.targets`` is set. Its rows may be a slice
-    of a vocabulary that lies over the ranks (``sch["head"].shard("weight", 0, uneven=True)``): the
-    ranks share out the loss then, and the gradient of the input is a partial sum, which
+    of a vocabulary that is over the ranks (``sch["head"].shard("weight", 0, uneven=True)``): the
+    ranks shard the loss then, and the gradient of the input is a partial sum, which
     ``sync("bwd_post", "all_reduce")`` sums. Its parameters are used within its own forward, so
     that engines which gather them around modules find them in use there.
 

@@ -132,7 +132,7 @@ class ShapeProbe:
         return describe_tensors(self.stage.sent, sent)
 
     def _run_for_real(self, received: Boundary, autocast: torch.dtype | None) -> Sequence[Tensor]:
-        """On zeros in place of parameters and buffers: an engine may have shared out the real."""
+        """On zeros in place of parameters and buffers: an engine may have sharded the real."""
         devices = [] if self.device.type == "cpu" else [self.device]
         try:
             with (

@@ -42,7 +42,7 @@ def generate_pipeline_partition(sch: N) -> N:
 
     Containers above the cuts are joined to one graph, which is cut in the order of execution. Each
     stage gets the tensors that it or a later stage uses, once; sizes and other plain values are
-    computed again where they are used. Parameters keep their names within a stage, and the state
+    recomputed where they are used. Parameters keep their names within a stage, and the state
     dict of the whole is that of the original.
 
     Parameters

@@ -177,7 +177,7 @@ class PipelinedModule(nn.Module):
         self._whole = ()
 
     def renew_tensors(self) -> None:
-        """Take over tensors of containers that were created anew since the cut."""
+        """Take over tensors of containers that were created again since the cut."""
         for own, source, name in self._in_containers():
             put_tensor(own, source, name)
 

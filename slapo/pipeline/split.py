@@ -49,7 +49,7 @@ def split_graph(graph: fx.Graph, ends: list[fx.Node], modules: ModuleLookup) -> 
     `modules` gives the module that a node calls by its target.
 
     A tensor crosses a cut if it is computed before it and used after it. What is no tensor (sizes,
-    dtypes, parameters looked up) is computed again in every stage that uses it. A module's output
+    dtypes, parameters looked up) is recomputed in every stage that uses it. A module's output
     that is a tuple is taken apart in the stage of the module.
     """
     plan = _Plan.of(graph, ends, modules)
@@ -100,7 +100,7 @@ class _Plan:
         return self.kinds[node] != "value"
 
     def needs(self, node: fx.Node) -> list[fx.Node]:
-        """Tensors that a node reads, by way of values that are computed again."""
+        """Tensors that a node reads, by way of values that are recomputed."""
         found: dict[fx.Node, None] = {}
         waiting, seen = list(node.all_input_nodes), set()
         while waiting:
@@ -211,7 +211,7 @@ def _assign(
         if node in pending:
             if inside:
                 raise SlapoError(
-                    f"a stage cannot end after {node.target!r}: it lies inside a no_grad or "
+                    f"a stage cannot end after {node.target!r}: it is inside a no_grad or "
                     f"autocast block ({inside[-1].name}); cut before or after the block"
                 )
             pending.remove(node)
@@ -271,7 +271,7 @@ class _StageBuilder:
         return fx.node.map_arg(value, self._local)
 
     def _local(self, node: fx.Node) -> fx.Node:
-        """The node in this stage; values are computed again when first asked for."""
+        """The node in this stage; values are recomputed when first asked for."""
         if node not in self.env:
             assert self.plan.kinds[node] == "value", "tensors were received or computed here"
             self._copy(node)

@@ -85,7 +85,7 @@ class Stage(fx.GraphModule):
         return str(self.graph.python_code("self").src)
 
     def recompile(self) -> fx.graph.PythonCode:
-        """Generate the code anew, after a change of the graph by hand."""
+        """Generate the code again, after a change of the graph by hand."""
         self.__dict__["_codes"].clear()
         return self.graph.python_code("self")
 
@@ -180,7 +180,7 @@ def put(root: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def owner_at(root: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """The module that `path` lies in, made if it is missing, and the last part of the path."""
+    """The module that `path` is in, made if it is missing, and the last part of the path."""
     *parts, name = path.split(".")
     for part in parts:
         below = root._modules.get(part)

@@ -60,7 +60,7 @@ class FusePrimitive(Primitive, name="fuse"):
         compiler: Literal["TorchScript", "inductor"] | None = "TorchScript",
         name: str = "FusedModule",
     ) -> Node:
-        """Build the fused module, then put it in the place of the operations."""
+        """Build the fused module, then put it instead of the operations."""
         subgraphs = parse(sch, subgraph, "subgraph")
         if len(subgraphs.chains) != 1:
             raise ValueError(

@@ -51,7 +51,7 @@ class CutPipelineStagePrimitive(Primitive, name="cut_pipeline_stage"):
 
     @staticmethod
     def apply(sch: Node, /, call: int | None = None) -> Node:
-        """Check that the cut lies between two calls of a graph, and record it."""
+        """Check that the cut is between two calls of a graph, and record it."""
         if sch.parent is None:
             raise ValueError(
                 "a stage cannot end after the whole model, where the last one ends already; cut "

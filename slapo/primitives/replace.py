@@ -32,7 +32,7 @@ logger = get_logger("slapo")
 
 
 class ReplacePrimitive(Primitive, name="replace"):
-    """Put another module in the place of this one, or one call in the place of operations.
+    """Put another module instead of this one, or one call instead of operations.
 
     | whole module: ``self.act(x) --> self.act(x)`` with ``act`` another module
     | vertical: ``b = f(x, w); c = g(b) --> c = new(x, w)``

@@ -78,7 +78,7 @@ class ReplaceAllPrimitive(Primitive, name="replace_all"):
 
 
 def _outermost(sch: Node, cls: type[nn.Module]) -> list[Node]:
-    """Matching nodes that lie in no other match, each module once."""
+    """Matching nodes that are in no other match, each module once."""
     found: dict[int, Node] = {}
     pending = list(reversed(sch.child.values()))
     while pending:

@@ -53,7 +53,7 @@ def perform(
         raise SlapoError(
             f"{record.call()}: the model was built for target={state.built_for!r}, whose engine "
             "holds its parameters as they are; apply primitives before slapo.build, or make the "
-            "model and the schedule anew"
+            "model and the schedule again"
         )
     if state.built_for is not None and state.depth == 0:
         logger.warning(

@@ -45,7 +45,7 @@ class ShardPrimitive(Primitive, name="shard"):
     axis
         The axis to split; negative ones count from the end.
     blocks
-        How many equal blocks lie along the axis, each split by itself: 3 for a packed query, key
+        How many equal blocks are along the axis, each split by itself: 3 for a packed query, key
         and value, whose heads then stay together. A sequence gives the sizes of unequal blocks.
     uneven
         Whether the ranks' shares may be of several sizes, where the group's does not divide the

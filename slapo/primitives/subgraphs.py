@@ -55,7 +55,7 @@ def parse(sch: Node, target_ops: Any, argument: str = "target_ops") -> Subgraphs
     parents = {parent for group in groups for parent, _ in group}
     if len(parents) > 1:
         raise ValueError(
-            f"{argument} lies in several traced modules, {sorted(parents)}; trace their common "
+            f"{argument} is in several traced modules, {sorted(parents)}; trace their common "
             "parent with flatten=True to rewrite across them"
         )
     (parent,) = parents

@@ -30,7 +30,7 @@ def wrap(sch: Node, wrapper: ModuleWrapper) -> None:
 
 
 def check_runs(sch: Node) -> None:
-    """Refuse a container, which nobody calls: nothing would happen around its forward."""
+    """Refuse a container, which is never called: nothing would happen around its forward."""
     module = innermost(sch.mod)
     if isinstance(module, torch.jit.ScriptModule):
         return  # it has one, for which its class cannot be asked

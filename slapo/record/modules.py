@@ -32,7 +32,7 @@ _DEFAULTS: WeakKeyDictionary[type[nn.Module], Mapping[str, Any]] = WeakKeyDictio
 
 @dataclass(frozen=True)
 class ModuleSpec(Part):
-    """A module that its class makes anew.
+    """A module that its class makes again.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ class ModuleSpec(Part):
                 state = _state_of(self.revive())
         except Exception as error:  # of the constructor's: any
             told = f"{type(error).__name__}: {error}"
-            return f"its constructor does not make it anew ({told}); {_BY_A_FUNCTION}"
+            return f"its constructor does not rebuild it ({told}); {_BY_A_FUNCTION}"
         if state == self.state:
             return ""
         given = ", ".join(f"{name}={describe(value)}" for name, value in self.kwargs.items())
@@ -106,7 +106,7 @@ class ModuleSpec(Part):
 
 
 class _OpaqueError(Exception):
-    """Something in a module that another one, made anew, might not have."""
+    """Something in a module that another one, rebuilt, might not have."""
 
     def __init__(self, what: str, remedy: str = "") -> None:
         super().__init__(f"{what}; {remedy}{_BY_A_FUNCTION}")

@@ -187,7 +187,7 @@ class Named(Part):
 
     @property
     def text(self) -> str:
-        """The name without what it lies in."""
+        """The name without what it is in."""
         return self.qualname.rpartition(".")[2]
 
     def encode(self) -> Any:
@@ -230,7 +230,7 @@ class Partial(Part):
         return "partial"
 
     def revive(self, node: Node) -> Any:
-        """Bind anew."""
+        """Bind again."""
         args, kwargs = revive(self.args, node), revive(self.kwargs, node)
         return functools.partial(revive(self.function, node), *args, **kwargs)
 
@@ -334,7 +334,7 @@ def _why_unnamed(value: Any) -> str:
     if "<lambda>" in name:
         return f"a lambda, which has no name to find it by; pass {_NAMED}"
     if "<locals>" in name:
-        return f"defined within a function, where nobody else finds it; pass {_NAMED}"
+        return f"defined within a function, where no other code finds it; pass {_NAMED}"
     if isinstance(value, MethodType):
         owner = type(value.__self__).__name__
         return f"a method of a {owner} that your program holds; pass {_NAMED}"
@@ -351,7 +351,7 @@ MOST = 16_384
 
 @dataclass(frozen=True, eq=False)
 class Values(Part):
-    """A tensor: a copy of it that nobody changes."""
+    """A tensor: a private copy of it."""
 
     tag = "tensor"
     tensor: Tensor

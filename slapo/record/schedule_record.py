@@ -137,7 +137,7 @@ class ScheduleRecord(Sequence[Record]):
         if wrong:
             more = f"\n(and {len(wrong) - _MOST_SHOWN} more)" if len(wrong) > _MOST_SHOWN else ""
             raise SlapoError(
-                "the record has arguments that cannot be made anew from a file:\n"
+                "the record has arguments that cannot be rebuilt from a file:\n"
                 + "\n".join(wrong[:_MOST_SHOWN])
                 + more
             )
@@ -174,7 +174,7 @@ class ScheduleRecord(Sequence[Record]):
         return cls(records, world_size, data.get("root", ""))
 
 
-_WRITE_ANEW = "write it anew by sch.record.save(path)"
+_WRITE_ANEW = "write it again by sch.record.save(path)"
 
 
 def _said(error: Exception) -> str:

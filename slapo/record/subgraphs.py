@@ -97,7 +97,7 @@ class Found(Part):
             raise SlapoError(
                 f"{spelled(node.path)}.{self.verb}({describe(self.pattern)}) finds {len(found)} "
                 f"matches here, and found {self.total} when the record was made; replay on the "
-                "same model, traced in the same way, or write the record anew by the program that "
+                "same model, traced in the same way, or write the record again by the program that "
                 "made it"
             )
         return found[self.index]

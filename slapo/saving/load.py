@@ -165,7 +165,7 @@ class _Loading:
         if odd and not (is_same and manifest.model == described(self.engine)):
             raise SlapoError(
                 f"{self.step.folder}: {manifest.optimizer} keeps {odd}, which are not of the form "
-                "of the parameters and cannot be cut anew; resume with the schedule and at the "
+                "of the parameters and cannot be cut again; resume with the schedule and at the "
                 f"layout that have saved them, {manifest.layout} ({manifest.engine}), or pass "
                 'only="weights"'
             )
@@ -315,7 +315,7 @@ class _Loading:
         else:
             torch.manual_seed(seed)
         self.notes.append(
-            f"random states are those of another layout, {manifest.layout}; seeded anew from the "
+            f"random states are those of another layout, {manifest.layout}; seeded again from the "
             "seed and the step"
         )
 

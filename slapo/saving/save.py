@@ -147,7 +147,7 @@ def _check(engine: Trainer, data: Any, keep: int | None) -> None:
     scheduler = engine.scheduler
     if scheduler is not None and not callable(getattr(scheduler, "state_dict", None)):
         raise TypeError(
-            f"lr_scheduler is a {type(scheduler).__name__} without state_dict(), from which nobody "
+            f"lr_scheduler is a {type(scheduler).__name__} without state_dict(), so no run "
             "could go on; give it one, and load_state_dict()"
         )
     check_origins(_WHAT, engine.held())
@@ -257,7 +257,7 @@ class _Job:
     def copy(self, room: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
         """Have values of now, whatever is trained from here on, in memory of before if it fits.
 
-        Most of the time of a copy goes to memory that the system gives out anew.
+        Most of the time of a copy goes to memory that the system gives out again.
         """
         for key, value in self.values.items():
             copy = room.get(key)

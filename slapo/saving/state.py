@@ -123,7 +123,7 @@ def class_of(steppers: Sequence[Any]) -> str | None:
 
 
 def by_cell(engine: Trainer) -> dict[int, list[Held]]:
-    """Id of a tensor that the optimizer steps on -> the parameters that lie in it."""
+    """Id of a tensor that the optimizer steps on -> the parameters that are in it."""
     found: dict[int, list[Held]] = {}
     for kept in engine.cells().values():
         for item in kept:

@@ -225,7 +225,7 @@ def scatter(
     tensor : Tensor
         The same on all ranks.
     group : ProcessGroup or None
-        The ranks that share out the tensor.
+        The ranks that shard the tensor.
     axis : int
         The dimension to slice; the number of ranks must divide its size.
     uneven : bool

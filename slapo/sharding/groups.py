@@ -1,4 +1,4 @@
-"""Groups of ranks, and how their ranks share out the axes of a tensor."""
+"""Groups of ranks, and how their ranks shard the axes of a tensor."""
 
 from __future__ import annotations
 

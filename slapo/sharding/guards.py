@@ -112,7 +112,7 @@ class WrapperGuard:
             raise SlapoError(
                 f"FSDP splits parameters over the ranks {both}, over which this model is sharded "
                 "already, and would gather each from slices of different ones; make the model and "
-                "the schedule anew, and pass FSDP the data-parallel ranks, such as "
+                "the schedule again, and pass FSDP the data-parallel ranks, such as "
                 "fully_shard(model, mesh=mesh['dp']), or let slapo.build(sch, target='torch', "
                 "mesh=mesh, data_parallel='fsdp') do it"
             )

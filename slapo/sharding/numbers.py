@@ -17,7 +17,7 @@ _OF_ONE_HEAD = re.compile(r"head_(dim|size)|(groups|buckets|distance|idx|index)$
 
 
 def sizes_kept(module: nn.Module, path: str, records: Sequence[Record], world_size: int) -> str:
-    """Numbers of a module that holds shards: they are not shared out with its weights."""
+    """Numbers of a module that holds shards: they are not sharded with its weights."""
     below = [record for record in records if contains(path, record.path)]
     if not any(record.primitive == "shard" and record.path != path for record in below):
         return ""

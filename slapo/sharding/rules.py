@@ -75,7 +75,7 @@ _PRELU = _table({("weight", 0): Effect(("num_parameters",), Layout(), means_all=
 
 
 def _conv(dims: int, weight_axes: tuple[int, int]) -> Rule:
-    """`weight_axes`: where output and input channels lie in the weight."""
+    """`weight_axes`: where output and input channels are in the weight."""
     channel = -1 - dims
     out_axis, in_axis = weight_axes
 
@@ -112,7 +112,7 @@ def _per_channel(size: str, axis: int | None, divides: tuple[str, ...] = ()) -> 
 
 def _normalizes_over_axis(module: nn.Module, tensor: str, axis: int) -> Effect:
     raise ValueError(
-        f"{type(module).__name__} normalizes over the axis that its {tensor!r} lies along: a slice "
+        f"{type(module).__name__} normalizes over the axis that its {tensor!r} is along: a slice "
         "would be normalized by itself and change the result; keep it whole"
     )
 

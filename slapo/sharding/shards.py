@@ -115,7 +115,7 @@ class ShardPlan:
             if shared and other.blocks != self.spec.blocks:
                 raise ValueError(
                     f"{self.name!r} would be split in blocks of {list(self.spec.blocks)} and "
-                    f"{name!r} is split in blocks of {list(other.blocks)}, though both lie along "
+                    f"{name!r} is split in blocks of {list(other.blocks)}, though both are along "
                     f"{sorted(shared)}; pass the same blocks to both"
                 )
 

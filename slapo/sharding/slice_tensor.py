@@ -29,7 +29,7 @@ _COPIES = {
 
 @dataclass(frozen=True)
 class Box:
-    """A part of the whole that lies in one piece in what a rank holds, and where there."""
+    """A part of the whole that is in one piece in what a rank holds, and where there."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -202,7 +202,7 @@ def unwrapped(param: nn.Parameter | None) -> nn.Parameter | None:
 
 
 def boxes_of(tensor: Tensor, spec: ShardSpec | None) -> list[Box]:
-    """Where what this rank holds lies in the whole; of FSDP2's share of a slice, too."""
+    """Where what this rank holds is in the whole; of FSDP2's share of a slice, too."""
     boxes = [_whole(tensor.shape)] if spec is None else _boxes_of_slice(spec)
     if not is_sharded(tensor):
         return boxes

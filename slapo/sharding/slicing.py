@@ -140,7 +140,7 @@ def _copies(blocks: tuple[int, ...], parts: int, world_size: int) -> int:
     bad = [size for size in blocks if size % parts]
     if bad:
         raise ValueError(
-            f"size {bad[0]} has no {parts} equal parts; pass the number of heads that lie there"
+            f"size {bad[0]} has no {parts} equal parts; pass the number of heads that are there"
         )
     if max(parts, world_size) % min(parts, world_size):
         raise ValueError(
@@ -154,7 +154,7 @@ def _check_uneven(blocks: tuple[int, ...], world_size: int) -> None:
     """Every rank has some, and the same share of each block."""
     if len(set(blocks)) > 1:
         raise ValueError(
-            f"blocks of sizes {list(blocks)} cannot be shared out unevenly over {world_size} "
+            f"blocks of sizes {list(blocks)} cannot be sharded unevenly over {world_size} "
             "ranks, as each had another share of every block; pick a group whose size divides them"
         )
     if not share_of(blocks[0], world_size - 1, world_size)[1]:

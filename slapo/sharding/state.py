@@ -61,7 +61,7 @@ class Sharding:
 
     def snapshot(self) -> Sharding:
         """A copy that later changes of this one do not reach, over the same tensors."""
-        new = object.__new__(type(self))  # copy.copy would dress the tensors anew
+        new = object.__new__(type(self))  # copy.copy would dress the tensors again
         for name, value in vars(self).items():
             new.__dict__[name] = dict(value) if isinstance(value, dict) else value
         return new

@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Step:
-    """One kind of step, from how its input lies across the ranks to how its output does."""
+    """One kind of step, from how its input is laid out across the ranks to how its output does."""
 
     #: of the collective
     name: str

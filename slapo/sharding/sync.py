@@ -36,7 +36,7 @@ class _Row:
     takes: tuple[str, ...]
     #: the collective, which autograd differentiates into its conjugate
     run: Callable[[SyncOp, Tensor], Tensor]
-    #: how the result lies across the ranks
+    #: how the result is laid out across the ranks
     output: Callable[[SyncOp], Placement]
 
 

@@ -224,7 +224,7 @@ def slices_of(module: nn.Module) -> dict[int, ShardSpec]:
 
 @dataclass
 class _Split:
-    """A parameter whose parts lie on several ranks."""
+    """A parameter whose parts are on several ranks."""
 
     #: this rank's part
     part: Parameter

@@ -31,7 +31,7 @@ class Blame:
     """The cause of a wrong schedule."""
 
     #: ``"surplus"``: right without `record`; ``"missing"``: right with `call` after `record`;
-    #: ``"different"``: right with `call` in the place of `record`; ``"since"``: never right again
+    #: ``"different"``: right with `call` instead of `record`; ``"since"``: never right again
     #: from `record` on, and no change of one module's primitives that was tried makes it right;
     #: ``"beside"``: wrong by what the function does beside primitives, such as hooks of its own
     kind: str
@@ -62,7 +62,7 @@ def bisect(
 ) -> Blame | None:
     """Find the primitive that makes a schedule wrong, or the place of the one that is missing.
 
-    Schedules models anew, each time with a small change: the call that the check advises, a
+    Schedules models again, each time with a small change: the call that the check advises, a
     primitive as it was applied to the same module of another layer, one primitive left out, only
     the first ones applied. Each is judged by :func:`slapo.check` under several ranks, and by
     :class:`slapo.Verify` where they exist, or in one process.

@@ -186,7 +186,7 @@ class TensorFile:
         return header, 8 + length
 
     def _read_rows(self, name: str, box: Box, values: Tensor) -> bool:
-        """Read some columns of a matrix; whether it is one whose short runs lie close together.
+        """Read some columns of a matrix; whether it is one whose short runs are close together.
 
         Such are read with what is between them, a block of rows at a time, in place of a call of
         the system for each.

@@ -50,7 +50,7 @@ class Held:
         yield share.to_local(), here.part(box_of_share(share))
 
     def pieces(self) -> Iterator[tuple[Piece, Tensor]]:
-        """Pieces of originals that are here, and views of their values as they lie there."""
+        """Pieces of originals that are here, and views of their values as they are there."""
         for local, here in self.parts():
             for piece in here.pieces:
                 if isinstance(piece.leaf, str):
@@ -59,7 +59,7 @@ class Held:
 
 @dataclass
 class HeldRange(Held):
-    """Elements of a tensor, from `start` on, that lie in a flat one from `at` on."""
+    """Elements of a tensor, from `start` on, that are in a flat one from `at` on."""
 
     start: int = 0
     at: int = 0
@@ -67,7 +67,7 @@ class HeldRange(Held):
 
     @classmethod
     def of(cls, held: Held, tensor: Tensor, start: int, at: int, count: int) -> Self:
-        """A range of what is held, which lies in `tensor`."""
+        """A range of what is held, which is in `tensor`."""
         return cls(held.name, tensor, held.origin, held.spec, start, at, count)
 
     def parts(self) -> Iterator[tuple[Tensor, Pieced]]:

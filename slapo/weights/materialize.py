@@ -276,7 +276,7 @@ class _Materializer:
         self.created.add(id(self._put(slot, local)))
 
     def _put(self, slot: Slot, local: Tensor) -> Tensor:
-        """Put this rank's part in the place of one on meta."""
+        """Put this rank's part instead of one on meta."""
         replaced = slot.tensor
         old = self.wholes.get(id(replaced), replaced)
         local = new = _like_share(old, local) if is_sharded(old) else local
@@ -340,7 +340,7 @@ def _keep(slot: Slot, tensor: Tensor) -> None:
 
 
 def _like(old: Tensor, new: Tensor) -> Tensor:
-    """A parameter in the place of a parameter."""
+    """A parameter instead of a parameter."""
     is_parameter = isinstance(old, nn.Parameter)
     return nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
 

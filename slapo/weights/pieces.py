@@ -103,7 +103,7 @@ class Piece:
     axes: tuple[int | None, ...]
 
     def within(self, box: Box) -> Piece | None:
-        """The part of it that lies in a box."""
+        """The part of it that is in a box."""
         place = overlap(self.place, box)
         if place is None:
             return None
@@ -126,7 +126,7 @@ class Piece:
         return value.permute(order + gone).reshape(lengths(self.place))
 
     def to_source(self, value: Tensor) -> Tensor:
-        """A view of the values in the place as they lie in the leaf."""
+        """A view of the values in the place as they are in the leaf."""
         order = [axis for axis in self.axes if axis is not None]
         gone = [axis for axis in range(len(self.source)) if axis not in order]
         kept = value[tuple(0 if axis is None else slice(None) for axis in self.axes)]

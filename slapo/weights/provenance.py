@@ -229,7 +229,7 @@ class Original:
 
     @property
     def is_of_transformers(self) -> bool:
-        """Return whether Transformers knows how it lies on disk."""
+        """Return whether Transformers knows how it is laid out on disk."""
         return hasattr(self.cls, "from_pretrained") and self.config is not None
 
 

@@ -107,7 +107,7 @@ def _position_bias(layer: slapo.Schedule, region: Region) -> None:
         layer[path].shard("weight", axis=1)
 
 
-# --- modules in the place of equal ones --------------------------------------------------------
+# --- modules instead of equal ones --------------------------------------------------------
 class Rms(nn.Module):
     """Divides by the root of the mean square, as Transformers' norms without a mean."""
 

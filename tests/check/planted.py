@@ -372,7 +372,7 @@ def summed_for_scattered(steps: Planted, right: Any, node: Node) -> None:
 
 @mistake("together", lambda steps, sch, stack: stack == steps.last_stack)
 def not_together(steps: Planted, right: Any, sch: Node, stack: Stack) -> None:
-    """Tokens are not put together again behind the last norm."""
+    """Tokens are not gathered again behind the last norm."""
     steps.places += [stack.last, steps.family.head, stack.last.rpartition(".")[0]]
 
 

@@ -596,7 +596,7 @@ def test_an_operation_of_ones_own(two_ranks: None) -> None:
     check(split_block(twice), X)  # type: ignore[arg-type]
     register_place_rule("slapo_tests::twice", independent_along(0))
     try:
-        assert "mixes what lies along" in str(refused(split_block(twice)))  # type: ignore[arg-type]
+        assert "mixes what is along" in str(refused(split_block(twice)))  # type: ignore[arg-type]
     finally:
         del RULES["slapo_tests::twice"]
 

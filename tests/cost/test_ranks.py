@@ -67,7 +67,7 @@ def _in_two(name: str, mesh: dict[str, int], cases: list[Case]) -> list[Any]:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-# BERT's logits are a view, which nobody writes to.
+# BERT's logits are a view, which is not written to.
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 @pytest.mark.parametrize(
     ("mesh", "cases"),

@@ -689,7 +689,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a collective": (reduces, "collective"),
     "seeds": (seeds_and_draws(lambda: torch.manual_seed(0)), RANDOM),
     "seeds cuda": (seeds_and_draws(lambda: torch.cuda.manual_seed_all(0)), RANDOM),
-    "seeds anew": (seeds_and_draws(lambda: torch.seed()), RANDOM),
+    "seeds again": (seeds_and_draws(lambda: torch.seed()), RANDOM),
     "seeds a generator": (seeds_and_draws(lambda: torch.default_generator.manual_seed(1)), RANDOM),
     "seeds Python": (seeds_and_draws(lambda: random.seed(0)), RANDOM),
     "seeds numpy": (seeds_and_draws(lambda: numpy.random.seed(0)), RANDOM),

@@ -107,7 +107,7 @@ def test_an_operation_in_another_graph():
     root.act = graph_of(root.act)
     gm = graph_of(root)
     text = why(gm, lambda x: F.gelu(call_module("fc1", x), approximate="tanh"))
-    assert "gelu is in the graph of 'act', and a match lies in one graph" in text
+    assert "gelu is in the graph of 'act', and a match is in one graph" in text
     assert ".trace(flatten=True)" in text
 
 

@@ -280,7 +280,7 @@ def a_tie_along_another_axis():
 
 @mistake("shard", ranks=2)
 def more_blocks_than_heads():
-    """One key and value head cannot lie on two ranks."""
+    """One key and value head cannot be on two ranks."""
     sch = slapo.create_schedule(llama(kv_heads=1))
     yield sch
     sch["model.layers.0.self_attn.k_proj"].shard("weight", axis=0, blocks=[1, 3])

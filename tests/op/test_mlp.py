@@ -206,7 +206,7 @@ def test_a_trace_shows_the_modules_of_the_original() -> None:
     assert called == ["gate_proj", "up_proj", "act_fn", "down_proj"]
 
 
-# --- in the place of a block ---------------------------------------------------------------------
+# --- instead of a block ---------------------------------------------------------------------
 def test_children_hooks_and_sizes_stay() -> None:
     original = MLP()
     calls: list[str] = []

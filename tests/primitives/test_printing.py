@@ -1,4 +1,4 @@
-"""What ``print(sch)`` shows, kept as golden files; ``--update-golden`` writes them anew."""
+"""What ``print(sch)`` shows, kept as golden files; ``--update-golden`` writes them again."""
 
 import copy
 import re

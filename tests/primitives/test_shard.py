@@ -185,7 +185,7 @@ BAD: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any], s
         lambda: nn.Linear(4, 8),
         ("weight", 0),
         {"blocks": [5, 3], "uneven": True},
-        r"blocks of sizes \[5, 3\] cannot be shared out unevenly",
+        r"blocks of sizes \[5, 3\] cannot be sharded unevenly",
     ),
     "uneven groups": (
         lambda: nn.GroupNorm(3, 9),

@@ -25,7 +25,7 @@ def on_ranks(world: int | None = None, timeout: float = 200) -> Callable[[Job], 
     """A test on several processes; by default on as many as its `layout` has.
 
     Its arguments are fixtures and parameters as of any test. A `target` is skipped where its
-    package is missing, and for Megatron-Core the CPU answers in the place of CUDA.
+    package is missing, and for Megatron-Core the CPU answers instead of CUDA.
     """
 
     def decorate(job: Job) -> Job:
@@ -51,7 +51,7 @@ def _run(rank: int, world: int, module: str, name: str, given: dict[str, Any]) -
 
 
 def stand_in_for_cuda() -> None:
-    """Until the process ends, the CPU answers in the place of CUDA."""
+    """Until the process ends, the CPU answers instead of CUDA."""
     from tests.runtimes.cuda_standin import cuda_on_cpu
 
     _for_life.enter_context(cuda_on_cpu())

@@ -55,7 +55,7 @@ WAYS: dict[str, list[tuple[tuple[int, int, int], dict[str, Any]]]] = {
 }
 CASES = [(target, *way) for target, ways in WAYS.items() for way in ways]
 OF_TORCH = [
-    # HSDP: replicas of parameters that neighbors share out, in a pipeline too.
+    # HSDP: replicas of parameters that neighbors shard, in a pipeline too.
     ("torch", (1, 4, 1), {"data_parallel": "fsdp", "shard_size": 2, "micro_batches": 2}),
     ("torch", (2, 2, 1), {"data_parallel": "fsdp", "shard_size": 1, "micro_batches": 2}),
     # That it is dynamo's graphs that run is seen; which compiler works on them is the user's.

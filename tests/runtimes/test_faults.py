@@ -141,7 +141,7 @@ def raises_between_steps(rank: int) -> None:
 
 
 def meets_an_error_that_all_have(rank: int) -> None:
-    """Every rank raises by itself, at another time, and goes on; nobody is blamed later."""
+    """Every rank raises by itself, at another time, and goes on; no rank is blamed later."""
     failures = naming_failures(init_mesh(pp=WORLD, device="cpu"))
     for _ in range(2):
         with pytest.raises(ValueError, match="bad batch"), failures():
@@ -232,7 +232,7 @@ def test_an_engine_leaves_no_group_behind() -> None:
 def test_no_further_step_is_taken_after_one_that_failed(
     target: str, options: dict[str, Any]
 ) -> None:
-    """Gradients of the failed step lie in buffers of the library: they would count in the next."""
+    """Gradients of the failed step are in buffers of the library: they would count in the next."""
     engine, batches = make(target, (1, 2, 1), loss_fn=FailsLater(), **options), data(steps=9)
     engine.train_batch(batches)
     engine.train_batch(batches)
@@ -312,7 +312,7 @@ def test_ordinary_processes(tmp_path: Path, fault: str, text: str) -> None:
     [
         ("raises", r"rank\s*: 1 \(local_rank: 1\)"),
         ("killed", r"rank\s*: 1 \(local_rank: 1\)"),
-        # It ends what is left as soon as one has lost its patience.
+        # It ends what is left as soon as one has lost its timeout.
         pytest.param(
             "hangs",
             r"nothing was heard of rank 1 \(pp 0, dp 1, tp 0\)",

@@ -270,7 +270,7 @@ def test_groups_of_a_job_that_is_over() -> None:
 REFUSED: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (
         lambda: {"distributed_optimizer": True},
-        "ValueError: distributed_optimizer=True shares out the state of Megatron-Core's",
+        "ValueError: distributed_optimizer=True shards the state of Megatron-Core's",
     ),
     (
         lambda: {"distributed_optimizer": True, "optimizer": megatron_sgd()},

@@ -1,4 +1,4 @@
-"""What users do between steps, and options that nobody would read: right, or an error in words."""
+"""What users do between steps, and options that would not be read: right, or an error in words."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_backward_that_failed_leaves_nothing_to_step_on() -> None:
 
 
 def test_no_step_is_taken_after_one_whose_scheduler_failed() -> None:
-    """The optimizer has stepped, and nobody has counted it."""
+    """The optimizer has stepped, and the engine has not counted it."""
 
     def fails(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 - step))

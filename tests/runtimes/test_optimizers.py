@@ -198,7 +198,7 @@ def test_a_state_goes_on_in_another_optimizer() -> None:
     sizes = [sum(t.numel() for t in each.values()) for each in second.state.values()]
     everyone: list[Any] = [None, None]
     dist.all_gather_object(everyone, len(sizes))
-    # Two matrices and a bias are shared out; the other bias is whole on both.
+    # Two matrices and a bias are sharded; the other bias is whole on both.
     assert sum(everyone) == 3 + 2
 
 
@@ -276,7 +276,7 @@ def test_a_trial_leaves_no_trace() -> None:
 
 
 class Holder:
-    """Has an optimizer where nobody looks for one."""
+    """Has an optimizer in an unusual attribute."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner

@@ -290,7 +290,7 @@ def test_ddp_tells_of_parameters_that_the_last_micro_batch_does_not_use() -> Non
 def test_what_is_unused_everywhere_has_no_gradient_or_one_of_zero(
     target: str, options: dict[str, Any], shrinks: bool
 ) -> None:
-    """As the guide says: where gradients lie in common buffers, it is one of zero."""
+    """As the guide says: where gradients are in common buffers, it is one of zero."""
     torch.manual_seed(0)
     decay = functools.partial(torch.optim.SGD, lr=0.1, weight_decay=0.5)
     engine = build(WithUnused(), target, optimizer=decay, **options)

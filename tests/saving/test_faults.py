@@ -87,7 +87,7 @@ def save_until_killed(run: str, wait: bool, after: float | int, victim: int, ran
     while time.monotonic() < began + 60:
         engine.train_batch(batch(128))
         engine.save(run, wait=wait)
-    raise AssertionError("nobody was killed")
+    raise AssertionError("no rank was killed")
 
 
 def kill(tmp_path: Path, wait: bool, times: int) -> None:

@@ -75,7 +75,7 @@ class Stack:
     norms, dropouts
         Modules of a layer that see whole activations; under sequence parallelism, some tokens.
     last
-        Where the tokens are put together again: a module's output.
+        Where the tokens are gathered again: a module's output.
     reads_parts
         Whether what reads that sends back parts of its gradient.
     norms_last
@@ -100,7 +100,7 @@ class Family:
     ----------
     make
         Its dropout, and how much larger the vocabulary and the blocks' insides are than what two
-        and four ranks share out evenly.
+        and four ranks shard evenly.
     """
 
     make: Callable[[float, int], nn.Module]
@@ -144,7 +144,7 @@ def _gpt2(dropout: float, extra: int) -> nn.Module:
         n_positions=32,
         resid_pdrop=dropout,
         embd_pdrop=dropout,
-        attn_pdrop=0.0,  # heads' dropout and that of their sum lie in one module
+        attn_pdrop=0.0,  # heads' dropout and that of their sum are in one module
         use_cache=False,
         **_COMMON,
     )
@@ -378,7 +378,7 @@ class Steps:
     Parameters
     ----------
     sequence_parallel
-        Whether what lies between the regions holds a part of the tokens on each rank.
+        Whether what is between the regions holds a part of the tokens on each rank.
     uneven
         Whether ranks may have shares of several sizes.
     """

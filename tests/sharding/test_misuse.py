@@ -254,7 +254,7 @@ def test_inputs_in_objects_and_by_keyword() -> None:
         assert shapes == [2, 2, 4, 4, 4]
 
 
-# --- what nobody calls ---------------------------------------------------------------------------
+# --- modules that are not called ------------------------------------------------------------------
 def test_containers_take_no_hooks() -> None:
     sch = slapo.create_schedule(nn.ModuleDict({"d": nn.ModuleDict({"a": nn.Linear(2, 2)})}))
     for act in (

@@ -1,4 +1,4 @@
-"""Right schedules of which one line is left out: mistakes that nobody chose.
+"""Right schedules of which one line is left out: mistakes that were not chosen by hand.
 
 Of the first layers nothing is left out, as the second ones are alike. Left out as well are lines of
 ``fork_rng``, which do not change numbers.

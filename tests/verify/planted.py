@@ -261,7 +261,7 @@ tensor_parallel(
     "together",
     "",
     gathered_as_if_whole,
-    *("model.norm", "lm_head"),  # either may be mended
+    *("model.norm", "lm_head"),  # either may be fixed
     spread=True,
 )
 tensor_parallel(

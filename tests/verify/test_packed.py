@@ -49,7 +49,7 @@ def phi3() -> nn.Module:
 
 @dataclass
 class Splitter:
-    """Splits two layers and what lies between them; one sum of gradients may be left out."""
+    """Splits two layers and what is between them; one sum of gradients may be left out."""
 
     sch: Schedule
     left_out: str = ""

@@ -211,7 +211,7 @@ def _merge_zero(
         )
     if section["stage"] in (1, 2) and not has_optimizer:
         raise ValueError(
-            f"deepspeed: ZeRO stage {section['stage']} shares out what an optimizer needs, and "
+            f"deepspeed: ZeRO stage {section['stage']} shards what an optimizer needs, and "
             "there is none; pass optimizer=, a callable from a list of parameters to a torch "
             'optimizer, put an "optimizer" section into the config, or pass zero=0'
         )

@@ -75,7 +75,7 @@ class DeepSpeedEngine(Engine):
         scalars = [name for name, p in self.module.named_parameters() if p.dim() == 0]
         if zero == 3 and scalars:
             raise ValueError(
-                f"deepspeed: ZeRO stage 3 cannot share out parameters without dimensions: {scalars}"
+                f"deepspeed: ZeRO stage 3 cannot shard parameters without dimensions: {scalars}"
                 "; give them the shape (1,), or pass zero=2"
             )
         if zero and self.settings.has_optimizer and not self.lowering.trainable():
@@ -151,7 +151,7 @@ class DeepSpeedEngine(Engine):
                 flat.mul_(scale.to(flat.dtype))
             yield
         elif hasattr(optimizer, "loss_scaler"):
-            # Shares of gradients lie in its buffers, and it divides them by a scale of the loss.
+            # Shares of gradients are in its buffers, and it divides them by a scale of the loss.
             own = optimizer.custom_loss_scaler, optimizer.external_loss_scale
             wanted = optimizer.loss_scale / float(scale)
             optimizer.custom_loss_scaler, optimizer.external_loss_scale = True, wanted

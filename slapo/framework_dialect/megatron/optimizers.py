@@ -24,7 +24,7 @@ from slapo.wrapper import innermost
 def mark_parameters(module: nn.Module, shared: Sequence[SharedParameter]) -> None:
     """Mark slices and copies: what is neither counts once in a norm.
 
-    Megatron-Core's ``partition_stride`` is the number of blocks that lie side by side, as in a
+    Megatron-Core's ``partition_stride`` is the number of blocks that are side by side, as in a
     packed QKV. It marks with ``shared`` those that count elsewhere in a norm, and with
     ``shared_embedding`` those that the distributed optimizer has to cut alike on all stages.
     """

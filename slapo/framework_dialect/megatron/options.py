@@ -93,7 +93,7 @@ def resolve(options: Mapping[str, Any], model: nn.Module) -> MegatronOptions:
         if checked.distributed_optimizer:
             name = getattr(config, "__name__", None) or type(config).__name__
             raise ValueError(
-                "distributed_optimizer=True shares out the state of Megatron-Core's own Adam; pass "
+                "distributed_optimizer=True shards the state of Megatron-Core's own Adam; pass "
                 f"optimizer=megatron.core.optimizer.OptimizerConfig(...) instead of {name}, or "
                 "leave it out"
             )

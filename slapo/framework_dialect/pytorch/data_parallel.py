@@ -62,7 +62,7 @@ def _untied(module: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
 def shard_mesh(mesh: DeviceMesh, shard_size: int) -> DeviceMesh:
     """The data-parallel ranks as replicas of shards. A collective of the world.
 
-    Neighbors share out parameters; where these are all of dp there is one dimension only.
+    Neighbors shard parameters; where these are all of dp there is one dimension only.
     """
     pp, dp, tp = mesh.shape
     if shard_size == dp:

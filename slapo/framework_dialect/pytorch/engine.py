@@ -56,7 +56,7 @@ class TorchEngineBase(Engine):
         super().__init__(lowering, options)
         scaled = torch.float16 in (options.half, options.autocast)
         self._loss_scale = LossScale() if scaled else None
-        #: over which FSDP2 shares out parameters; None without it
+        #: over which FSDP2 shards parameters; None without it
         self.sharding = None
         self._sharded: list[FSDPModule] = []
         if options.data_parallel == "fsdp" or options.half is not None:

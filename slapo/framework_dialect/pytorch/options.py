@@ -24,7 +24,7 @@ class TorchOptions(TrainingOptions):
     data_parallel
         ``"ddp"``: every rank holds all parameters. ``"fsdp"``: FSDP2, each holds a share.
     shard_size
-        With ``"fsdp"``: the number of neighboring data-parallel ranks that share out the
+        With ``"fsdp"``: the number of neighboring data-parallel ranks that shard the
         parameters, and of which there are replicas (HSDP). None: all of them.
     data_parallel_options
         For ``DistributedDataParallel`` or ``fully_shard``.

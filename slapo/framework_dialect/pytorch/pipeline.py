@@ -191,7 +191,7 @@ class TorchPipelineEngine(TorchEngineBase):
             if shared:
                 raise SlapoError(
                     f"{shared[0]!r} runs in several stages of this rank, which FSDP2 cannot "
-                    'share out; use data_parallel="ddp" or pipeline_schedule="1f1b"'
+                    'shard; use data_parallel="ddp" or pipeline_schedule="1f1b"'
                 )
             seen.update(own)
 
@@ -204,7 +204,7 @@ class TorchPipelineEngine(TorchEngineBase):
         runner = StageRunner(stage, inputs_of, loss_of, self.device, autocast, own)
         if self.sharding is None:
             return runner
-        # Gathered once a step: gathered anew for every micro-batch they would travel more than all
+        # Gathered once a step: gathered again for every micro-batch they would travel more than all
         # else, and between the two halves of a split backward they give wrong gradients.
         extra = {"reshard_after_forward": False, **(self.options.data_parallel_options or {})}
         if self.schedule.splits_backward:

@@ -90,7 +90,7 @@ def _whereabouts(nearest: NearestMatch, missing: Step, graphs: Graphs) -> Iterat
         yield misfits or f"{name} is elsewhere, at {_listed(node.name for node in here)}"
     elif elsewhere:
         yield (
-            f"{name} is in the graph of {_listed(map(repr, elsewhere))}, and a match lies in one "
+            f"{name} is in the graph of {_listed(map(repr, elsewhere))}, and a match is in one "
             "graph: trace the common parent with .trace(flatten=True)"
         )
     elif missing.regex is not None:

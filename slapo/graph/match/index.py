@@ -63,7 +63,7 @@ class GraphIndex:
         return min(self.candidates.items(), key=lambda pair: len(pair[1]))
 
     def fits(self, step: Step, node: fx.Node) -> bool:
-        """Tell whether `node` is the same operation as `step`, arguments aside."""
+        """Return whether `node` is the same operation as `step`, arguments aside."""
         if node not in self._fitting[step.node]:
             return False
         if step.module is None or step.call.op is not None:
@@ -84,7 +84,7 @@ class GraphIndex:
         return self._calls[key]
 
     def same(self, one: Any, other: Any) -> bool:
-        """Tell whether two values are the same, or look the same or an equal tensor up."""
+        """Return whether two values are the same, or look the same or an equal tensor up."""
         if same_value(one, other):
             return True
         tensor = self._tensor(other)
@@ -177,7 +177,7 @@ def size_arguments(wanted: Mapping[str, Any], given: Mapping[str | int, Any]) ->
 
 
 def follows_from(value: Any, matched: Collection[fx.Node]) -> bool:
-    """Tell whether a size depends on a value that a match computes."""
+    """Return whether a size depends on a value that a match computes."""
     if isinstance(value, (tuple, list)):
         return any(follows_from(inner, matched) for inner in value)
     if not isinstance(value, fx.Node):

@@ -102,7 +102,7 @@ def _operator_step(node: fx.Node, call: Call, module: nn.Module | None) -> Step:
 
 
 def _with_tensors(args: Mapping[str | int, Any]) -> dict[str | int, Any]:
-    """Put the tensors that a pattern holds in the place of the nodes that look them up."""
+    """Put the tensors that a pattern holds instead of the nodes that look them up."""
     return {
         name: fx.map_arg(value, lambda node: node.meta.get(PATTERN_TENSOR, node))
         for name, value in args.items()

@@ -13,7 +13,7 @@ from slapo.graph.trace.nodes import CONTAINERS, inner_pairs
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Tell whether two values are the same node, the same weight or equal constants."""
+    """Return whether two values are the same node, the same weight or equal constants."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one is other or _same_tensor(one, other)
     if isinstance(one, CONTAINERS):
@@ -24,7 +24,7 @@ def same_value(one: Any, other: Any) -> bool:
 
 
 def same_constant(one: Any, other: Any) -> bool:
-    """Tell whether two values are the same node or tensor, or equal constants of one type."""
+    """Return whether two values are the same node or tensor, or equal constants of one type."""
     if one is other:
         return True
     if type(one) is not type(other) or isinstance(one, (fx.Node, torch.Tensor)):

@@ -148,7 +148,7 @@ def _refuse_parts(switches: set[fx.Node], seen_at: fx.Node) -> None:
 
 
 def _is_passive(node: fx.Node) -> bool:
-    """Tell whether no region matters to a node: it looks something up, or asks for a size."""
+    """Return whether no region matters to a node: it looks something up, or asks for a size."""
     return node.op == "get_attr" or is_size(node)
 
 

@@ -231,7 +231,7 @@ class _Example:
             raise TraceError(CACHE_REFUSED)
         self._shares = shares
         self._made: dict[int, Tensor] = {}
-        #: id of a tensor -> where it lies in the arguments
+        #: id of a tensor -> where it is in the arguments
         self.places: dict[int, Path] = {}
         self.arguments = {name: self._made_of(value, (name,)) for name, value in given.items()}
         positional: list[Any] = []

@@ -48,7 +48,7 @@ class _Number(int):
 class GraphImport:
     """Copies dynamo's graph.
 
-    `arguments` are the examples by parameter, and `places` says by id where each tensor lies in
+    `arguments` are the examples by parameter, and `places` says by id where each tensor is in
     them. With `any_batch` the graph must hold for sizes of 1 too.
     """
 

@@ -111,7 +111,7 @@ class LeafCalls:
         scripts: list[tuple[dict[str, Any], str]] = []
         try:
             for path, module in self.leaves.items():
-                if isinstance(module, torch.jit.ScriptModule):  # whose class lies in C++
+                if isinstance(module, torch.jit.ScriptModule):  # whose class is in C++
                     holder, _, name = path.rpartition(".")
                     scripts.append((vars(self.root.get_submodule(holder)), name))
                     scripts[-1][0][name] = _ScriptCall(path)

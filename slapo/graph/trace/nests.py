@@ -178,7 +178,7 @@ def call_key(
 ) -> tuple[Any, ...]:
     """Everything that Python can ask of the arguments of a call, sizes above 1 aside.
 
-    It is exact on purpose: a call with another key is captured anew, never refused. Somebody's
+    It is exact on purpose: a call with another key is captured again, never refused. Somebody's
     ``torch.compile`` around the call guards on autocast itself.
 
     >>> x, y = torch.ones(3, 5), torch.ones(2, 7)

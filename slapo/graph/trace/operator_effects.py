@@ -1,9 +1,9 @@
 """Effects of one call: its writes, the tensors its result may view, its random draws.
 
-The one table of this. Torch itself says so of its operators, in schemas and tags; listed here is
-only what has none: Python's operators, functions that are no operators, and modules. Modules whose
-code cannot be seen are believed to write to an input only if they say so by ``inplace``. To suspect
-each would refuse every chain within a residual block, whose input is read again behind it.
+Torch has the effects of its operators in schemas and tags. This table has the calls without them:
+Python's operators, functions that are no operators, and modules. A module whose code cannot be seen
+writes to its inputs only if its ``inplace`` is true: to suspect all would refuse every chain in a
+residual block, whose input is read again behind it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slapo.graph.trace.nodes import ModuleLookup, called_name, nodes_in
 from slapo.wrapper import innermost
 
 MARKS = "slapo_effects"
-"""Key of ``node.meta``: what a call does that a rewrite has put in the place of operations."""
+"""Key of ``node.meta``: what a call does that a rewrite has put instead of operations."""
 
 FUNCTIONS = ("call_function", "call_method")
 
@@ -70,7 +70,7 @@ def written_operands(node: fx.Node, modules: ModuleLookup) -> list[fx.Node]:
 
 
 def viewed_operands(node: fx.Node, modules: ModuleLookup) -> list[fx.Node]:
-    """List the operands that a value may share memory with; those written to are among them."""
+    """List the operands that a value may share memory with; those written to be among them."""
     viewed: Iterable[Any] = ()
     if node.op == "call_module":
         viewed = node.args[:1] if _passes_on(modules(str(node.target))) else ()
@@ -80,12 +80,12 @@ def viewed_operands(node: fx.Node, modules: ModuleLookup) -> list[fx.Node]:
 
 
 def changes_sizes(node: fx.Node) -> bool:
-    """Tell whether an in-place method changes the sizes of what it writes to."""
+    """Return whether an in-place method changes the sizes of what it writes to."""
     return torch.Tag.inplace_view in _facts(node).tags
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
-    """Tell whether a function, unless it is switched off, draws random numbers or seeds them."""
+    """Return whether a function, unless it is switched off, draws random numbers or seeds them."""
     name = called_name(node)
     if name == "scaled_dot_product_attention":
         return bool(_argument(node, 4, "dropout_p", 0.0) != 0)
@@ -118,7 +118,7 @@ def _viewed(node: fx.Node) -> Iterator[Any]:
 
 
 def _writes_input(module: nn.Module) -> bool:
-    """Tell whether a module says that it changes its input."""
+    """Return whether a module says that it changes its input."""
     module = innermost(module)
     if getattr(module, "inplace", False) is True:
         return True
@@ -132,7 +132,7 @@ def _writes_input(module: nn.Module) -> bool:
 
 
 def _passes_on(module: nn.Module) -> bool:
-    """Tell whether a module may return its input, or a view of it."""
+    """Return whether a module may return its input, or a view of it."""
     module = innermost(module)
     if isinstance(module, nn.Sequential):
         return all(map(_passes_on, module))

@@ -143,7 +143,7 @@ def preview(
 ) -> tuple[fx.Graph, frozenset[str]]:
     """Trace a module with proxies; returns the graph, and the paths whose operations it holds.
 
-    It is torch.fx's own trace, to look at where nobody says what a module is called with. It never
+    It is torch.fx's own trace, to look at if a module has no example inputs. It never
     runs: a module with rewrites runs captures. So a proxy that answers wrongly can mislead a
     search, and no number. Parameters with a default other than None, and those in `concrete_args`,
     are constants of it.

@@ -53,7 +53,7 @@ def fresh_input(tensor: Tensor, inputs: list[Tensor], wide: torch.dtype | None) 
 
 
 def full_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """Every tensor by name, shards put together."""
+    """Every tensor by name, shards gathered."""
     with torch.no_grad():
         return {
             p.name: p.spec.gather(p.tensor.detach(), group) if p.spec else p.tensor.detach().clone()
@@ -76,7 +76,7 @@ def gradient_of(tensor: Tensor) -> Tensor:
 
 
 def gathered_gradients(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """Gradients by name, shards put together; none counts as zero."""
+    """Gradients by name, shards gathered; none counts as zero."""
     found: dict[str, Tensor] = {}
     for slot in slots(model):
         tensor = slot.tensor

@@ -28,7 +28,7 @@ class Origins:
         self.original_names = {slot.name for slot in slots(reference)}
         self._kept = [p.tensor for p in slots(sch.mod)]  # so that ids stay theirs
         self._names = {id(p.tensor): p.name for p in slots(sch.mod)}
-        #: tensor of the first model -> box of it -> where that lies in the copy
+        #: tensor of the first model -> box of it -> where that is in the copy
         self._places: dict[str, dict[Box, tuple[str, Piece]]] = {}
         for slot in slots(sch.mod):
             origin = origin_at(slot.owner, slot.leaf)

@@ -156,9 +156,9 @@ def independent_along(*dims: int) -> Rule:
             if tensor.ndim == size and not (first.is_slice and place.same(first)):
                 if place.is_whole and (tensor.shape[first.dim] == 1 or first.dim in place.uniform):
                     continue
-                raise call.misfit("its inputs lie differently, or are partial sums")
+                raise call.misfit("its inputs have different placements, or are partial sums")
         if first.dim not in allowed:
-            raise call.misfit(f"it mixes what lies along dimension {first.dim}")
+            raise call.misfit(f"it mixes what is along dimension {first.dim}")
         return [first if out.ndim == size else Place() for out in call.outs]
 
     return rule

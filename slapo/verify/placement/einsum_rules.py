@@ -76,7 +76,7 @@ def _check_added(call: Call, result: Place) -> None:
     axis = result.dim - ndim + bias.ndim
     wanted = result.along(axis) if axis >= 0 and bias.shape[axis] > 1 else WHOLE
     if not place.same(wanted) and axis not in place.uniform:
-        raise call.misfit("the bias that it adds lies differently from the product")
+        raise call.misfit("the bias that it adds has another placement than the product")
 
 
 @rule_for("_grouped_mm")
@@ -103,7 +103,7 @@ def convolution(call: Call) -> list[Place]:
     if bias is not None:
         fits = bias.is_partial if place.is_partial else bias.is_slice == (place.dim == 1)
         if not fits:
-            raise call.misfit("the bias that it adds lies differently from the product")
+            raise call.misfit("the bias that it adds has another placement than the product")
     return [place]
 
 

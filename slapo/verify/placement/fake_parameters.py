@@ -118,7 +118,7 @@ def standing_in(
 
 def _place(slot: Slot, name: str) -> Place:
     spec, shape = slot.spec, slot.tensor.shape
-    if spec is None:  # one that its author has sharded says so by this attribute
+    if spec is None:  # a tensor that its author has sharded has this attribute
         whole = getattr(slot.tensor, "orig_shape", shape)
         axes = [axis for axis, size in enumerate(shape) if size != whole[axis]]
         return sliced(axes[0]) if len(axes) == 1 else WHOLE

@@ -1,4 +1,4 @@
-"""Rules of losses over a vocabulary that lies over the ranks: they communicate by themselves."""
+"""Rules of losses over a vocabulary that is over the ranks: they communicate by themselves."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def linear_loss(call: Call) -> Place:
     _check_labels(call, of_labels)
     if not of_hidden.is_plain:
         raise call.misfit(
-            f"the hidden states are {of_hidden}, and the ranks share out the vocabulary, of the "
+            f"the hidden states are {of_hidden}, and the ranks shard the vocabulary, of the "
             "same tokens: gather or reduce the states before the head"
         )
     _check_slice(call, "the weight", of_weight, 0)

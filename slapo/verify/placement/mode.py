@@ -70,7 +70,7 @@ class PlaceMode(OperationLog):
             self._views[each.path] += (part[2] for part in each.parts if part[0] in VIEWS)
         #: memory -> tensors there that are known to be constant
         self._constants: dict[int, list[weakref.ref[Tensor]]] = {}
-        #: autograd's number of a view -> how its input lies
+        #: autograd's number of a view -> how its input is laid out
         self._places_of_views: dict[int, Place] = {}
 
     def operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -294,7 +294,7 @@ class PlaceMode(OperationLog):
 
     # --- random numbers and sizes ----------------------------------------------------------------
     def _draws_own(self, call: Call) -> bool:
-        """Return whether it draws this rank's own numbers for what nobody knows yet.
+        """Return whether it draws this rank's own numbers for what is unknown so far.
 
         Numbers for slices come from this rank's state, those for wholes from the common one.
         """

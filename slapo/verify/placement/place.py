@@ -44,7 +44,7 @@ class Place:
     kind: str = REPLICATE
     #: the dimension of a slice, from the front
     dim: int = -1
-    #: sizes of what this rank has of each block, where several lie along the dimension of a slice
+    #: sizes of what this rank has of each block, where several are along the dimension of a slice
     blocks: tuple[int, ...] = ()
     #: this rank's fraction of the whole, where slices are uneven (or tokens of such a table)
     share: Fraction | None = None
@@ -93,7 +93,7 @@ class Place:
         return self.kind == SHARD
 
     def same(self, other: Place) -> bool:
-        """Return whether two tensors lie alike."""
+        """Return whether two tensors have the same placement."""
         if (self.kind, self.order) != (other.kind, other.order) or self.shuffled != other.shuffled:
             return False
         plain = self.kind in (REPLICATE, PARTIAL, OWN)
@@ -209,5 +209,5 @@ def place_of(tensor: Tensor) -> Place:
 
 
 def put_place(tensor: Tensor, place: Place) -> None:
-    """Note how it lies."""
+    """Note how it is laid out."""
     setattr(tensor, _ATTRIBUTE, place)

@@ -211,7 +211,7 @@ def pointwise(call: Call) -> list[Place]:
         if place.kind == OWN and not alike:  # one number for all of a slice
             raise own_draws()
         if not (alike or (place.is_whole and constant)):
-            raise call.misfit("its inputs lie differently")
+            raise call.misfit("its inputs have different placements")
     return [first.along(out.ndim + dim) for out in call.outs]
 
 
@@ -241,7 +241,7 @@ def _linear(call: Call) -> list[Place]:
     name, places = call.name, call.places
     rounds = name in ("div", "true_divide") and call.get("rounding_mode") is not None
     if rounds or any(not (out.is_floating_point() or out.is_complex()) for out in call.outs):
-        raise call.misfit("it rounds what is a partial sum, that nobody has summed")
+        raise call.misfit("it rounds what is a partial sum, that no rank has reduced")
     partial = next(place for place in places if place.is_partial)
     at = [index for index, place in enumerate(places) if place.is_partial]
     summands = all(place.is_partial or place.is_zero for place in places)
@@ -261,7 +261,7 @@ def _linear(call: Call) -> list[Place]:
     elif at[0] in _LINEAR_IN.get(name, ()) and others_whole(places):
         return [partial] * len(call.outs)
     raise call.misfit(
-        "it is not linear, and what it is given is a partial sum that nobody has summed"
+        "it is not linear, and what it is given is a partial sum that no rank has reduced"
     )
 
 

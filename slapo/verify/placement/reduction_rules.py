@@ -76,7 +76,9 @@ def softmax(call: Call) -> list[Place]:
     axis = call.get("dim") % call.tensors[0].ndim
     first = call.places[0]
     if not all(place.is_slice and place.same(first) for place in call.places):
-        raise call.misfit("it is not linear, and its inputs are partial sums or lie differently")
+        raise call.misfit(
+            "it is not linear, and its inputs are partial sums or have different placements"
+        )
     if first.dim == axis:
         raise call.misfit(f"it runs over dimension {axis}, of which each rank has a slice")
     return [first] * len(call.outs)
@@ -107,7 +109,9 @@ def of_matrices(call: Call) -> list[Place]:
     """Each matrix by itself: sliced along the dimensions before the last two."""
     first = call.places[0]
     if not all(place.is_slice and place.same(first) for place in call.places):
-        raise call.misfit("it is not linear, and its inputs are partial sums or lie differently")
+        raise call.misfit(
+            "it is not linear, and its inputs are partial sums or have different placements"
+        )
     ndims = {tensor.ndim for tensor in call.tensors}
     if len(ndims) > 1 or first.dim >= call.tensors[0].ndim - 2:
         raise call.misfit("it needs whole matrices on one rank")
@@ -127,7 +131,7 @@ def norm(call: Call) -> list[Place]:
     if not (first.is_slice and first.dim < call.tensors[0].ndim - count):
         raise call.misfit("it needs all of the normalized dimensions on one rank")
     if not all(place.same(first) for place in rows) or not all(p.is_whole for p in weights):
-        raise call.misfit("its inputs lie differently")
+        raise call.misfit("its inputs have different placements")
     return [first if out.ndim > count else PARTIAL_SUM for out in call.outs]
 
 
@@ -144,7 +148,9 @@ def batch_norm(call: Call) -> list[Place]:
     for tensor, place in zip(call.tensors, call.places, strict=True):
         wanted = first if tensor.ndim > 1 else first.anew(0)
         if tensor.numel() and not place.same(wanted):
-            raise call.misfit("channels, and what there is one of for each, lie differently")
+            raise call.misfit(
+                "channels, and what there is one of for each, have different placements"
+            )
     return [first if out.ndim > 1 else first.anew(0) for out in call.outs]
 
 
@@ -154,7 +160,7 @@ def group_norm(call: Call) -> list[Place]:
     first = call.places[0]
     if first.is_slice and first.dim == 0:
         if not all(p.same(first) or p.is_whole for p in call.places):
-            raise call.misfit("its inputs lie differently")
+            raise call.misfit("its inputs have different placements")
         ndim = call.tensors[0].ndim
         return [first if out.ndim in (2, ndim) else PARTIAL_SUM for out in call.outs]
     if not (first.is_slice and first.dim == 1):
@@ -162,7 +168,9 @@ def group_norm(call: Call) -> list[Place]:
     for tensor, place in zip(call.tensors, call.places, strict=True):
         wanted = first.anew(0 if tensor.ndim == 1 else 1)
         if not place.same(wanted):
-            raise call.misfit("channels, and what there is one of for each, lie differently")
+            raise call.misfit(
+                "channels, and what there is one of for each, have different placements"
+            )
     return [first.anew(0 if out.ndim == 1 else 1) for out in call.outs]
 
 
@@ -189,7 +197,7 @@ def attention(call: Call) -> list[Place]:
         raise call.misfit("it is not linear, and what it is given is a partial sum")
     if not first.is_slice or first.dim > 1 or not all(p.same(first) for _, p in big):
         shown = ", ".join(str(place) for _, place in big)
-        raise call.misfit(f"query, key and value lie differently: {shown}")
+        raise call.misfit(f"query, key and value have different placements: {shown}")
     found = [first if out.ndim >= 3 else WHOLE for out in call.outs]
     if "backward" in call.name:
         shared = [_is_whole(call, name) for name in ("query", "key", "value")]
@@ -267,7 +275,7 @@ def lookup_backward(call: Call) -> list[Place]:
 
 @rule_for("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "mse_loss", "l1_loss")
 def loss(call: Call) -> list[Place]:
-    """A loss of slices is a mean over parts, which nobody can add up."""
+    """A loss of slices is a mean over parts, which cannot be added up."""
     partial = any(place.is_partial for place in call.places)
     what = "a partial sum" if partial else "a slice"
     raise call.misfit(f"a loss of {what}; put the parts together before it")

@@ -1,4 +1,4 @@
-"""Whole tensors whose rows lie in the order of the ranks, and not in that of one process.
+"""Whole tensors whose rows are in the order of the ranks, and not in that of one process.
 
 Where a layer makes one dimension of samples and tokens, each rank has, of every sample, a slice of
 the tokens. A gather along that dimension puts the ranks one behind the other. That is all the same
@@ -40,7 +40,7 @@ def in_order(places: Sequence[Place]) -> list[Place]:
 
 
 def followed(call: Call, rule: Rule, found: list[Place]) -> list[Place]:
-    """Places of the results, by how they would lie in order.
+    """Places of the results, by how they would be in order.
 
     What keeps a slice of the rows apart from the others keeps them in any order.
     """
@@ -91,7 +91,7 @@ def may_shuffle(step: Step, place: Place) -> bool:
 def given_by(step: Step, place: Place, given: Place) -> Place:
     """Where the result of a step lies: `given`, were all in order.
 
-    Of slices in blocks, what is put together is in the order of the ranks; a scatter along the rows
+    Of slices in blocks, what is gathered is in the order of the ranks; a scatter along the rows
     gives such slices.
     """
     if step in (ALL_GATHER, PAD) and place.blocks:

@@ -100,7 +100,7 @@ def rules_of_functions(mode: OperationLog) -> Iterator[None]:
 
 
 def _wrap(cls: type, name: str, wrapper: Callable[..., Any], stack: ExitStack) -> None:
-    """Put what a wrapper makes in the place of a static method, until the stack is closed."""
+    """Put what a wrapper makes instead of a static method, until the stack is closed."""
     original = inspect.getattr_static(cls, name)
     function = original.__func__ if isinstance(original, staticmethod) else original
     setattr(cls, name, staticmethod(wrapper(function)))

@@ -69,7 +69,7 @@ def check(sch: Schedule, example_inputs: Any, loss_fn: LossFn | None = None) -> 
     Raises
     ------
     PlacementError
-        Naming the module, the operation, what it was given, and the call that mends it where that
+        Naming the module, the operation, what it was given, and the call that fixes it where that
         is known.
     SlapoError
         If the model cannot run on these inputs.

@@ -32,7 +32,7 @@ def by_channels(call: Call) -> list[Place]:
     if first.dim >= call.outs[0].ndim - pixels:
         raise call.misfit("it mixes pixels, of which each rank has a slice")
     if not all(place.same(first) for place in call.places):
-        raise call.misfit("its inputs lie differently")
+        raise call.misfit("its inputs have different placements")
     return [first] * len(call.outs)
 
 

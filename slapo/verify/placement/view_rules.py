@@ -21,7 +21,7 @@ from slapo.verify.placement.place import (
     own_draws,
 )
 
-#: Operations after which a slice may lie along one of several dimensions.
+#: Operations after which a slice may be along one of several dimensions.
 VIEWS = ("view", "_unsafe_view", "reshape", "_reshape_alias", "unflatten")
 #: Operations that compute nothing.
 COPIES = ("clone", "contiguous", "detach", "alias", "_to_copy", "lift_fresh")
@@ -255,7 +255,7 @@ def slice_backward(call: Call) -> list[Place]:
 
 @rule_for("cat", "concat")
 def cat(call: Call) -> list[Place]:
-    """Parts that lie alike; along the sliced dimension they become blocks."""
+    """Parts that have the same placement; along the sliced dimension they become blocks."""
     ndim = call.outs[0].ndim
     axis = (call.get("dim") or 0) % ndim
     parts = [(t, p) for t, p in zip(call.tensors, call.places, strict=True) if t.numel()]
@@ -269,7 +269,7 @@ def cat(call: Call) -> list[Place]:
         constant = place.is_whole and first.dim in place.uniform and not joins_slices
         alike = place.is_slice and place.dim == first.dim and place.share == first.share
         if not (constant or (alike and (joins_slices or place.is_cut_as(first)))):
-            raise call.misfit("it joins tensors that lie differently")
+            raise call.misfit("it joins tensors that have different placements")
     if not joins_slices:
         return [first]
     blocks = [size for t, p in parts for size in p.blocks_in(t.shape[axis])]
@@ -278,11 +278,11 @@ def cat(call: Call) -> list[Place]:
 
 @rule_for("stack")
 def stack(call: Call) -> list[Place]:
-    """Parts that lie alike."""
+    """Parts that have the same placement."""
     axis = (call.get("dim") or 0) % call.outs[0].ndim
     first = call.places[0]
     if not all(place.same(first) for place in call.places):
-        raise call.misfit("it joins tensors that lie differently")
+        raise call.misfit("it joins tensors that have different placements")
     return [first.along(first.dim + (first.dim >= axis)) if first.is_slice else first]
 
 
@@ -382,7 +382,7 @@ def _put_in(call: Call) -> list[Place]:
                 f"it writes along dimension {target.dim}, of which each rank has a slice"
             )
         return [target]
-    raise call.misfit("what is put in lies differently from what takes it")
+    raise call.misfit("what is put in has another placement than what takes it")
 
 
 @rule_for("scatter", "scatter_add")
@@ -398,7 +398,7 @@ def scatter(call: Call) -> list[Place]:
     for tensor, place in zip(call.tensors, call.places, strict=True):
         constant = place.is_zero or first.dim in place.uniform
         if not (place.same(first) or constant) or tensor.shape[first.dim] != size:
-            raise call.misfit("what is put in, where, and what takes it lie differently")
+            raise call.misfit("what is put in, where, and what takes it have different placements")
     return [first]
 
 
@@ -430,7 +430,7 @@ def _put_slices(call: Call, target: Place, source: Place) -> Place:
         raise call.misfit("it puts slices of rows in, where each rank has others")
     if target.same(source.along(dim)) or target.is_zero or dim in target.uniform:
         return source.along(dim)
-    raise call.misfit("what is put in lies differently from what takes it")
+    raise call.misfit("what is put in has another placement than what takes it")
 
 
 @rule_for("index_fill")
@@ -459,7 +459,7 @@ def halves(call: Call) -> list[Place]:
     if call.name == "glu":
         return [half]
     if not call.places[0].same(half):
-        raise call.misfit("its inputs lie differently")
+        raise call.misfit("its inputs have different placements")
     return [place]
 
 
@@ -504,7 +504,7 @@ def shuffle(call: Call) -> list[Place]:
 
 @rule_for("diagonal")
 def refuse_strides(call: Call) -> list[Place]:
-    """Along other dimensions nobody knows yet."""
+    """Along other dimensions is unknown so far."""
     place = _first(call)
     if place.is_partial:
         return [place]
