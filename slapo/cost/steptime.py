@@ -10,7 +10,8 @@ from slapo.cost.memory import SINGLE, order
 from slapo.cost.stages import StageParts
 from slapo.cost.update import Update
 
-#: The share of the last backward behind which reductions of gradients hide.
+#: The share of the last backward behind which reductions of gradients hide. On a processor they
+#: hide behind nothing, as the cores that compute also copy and add.
 HIDDEN = 0.5
 
 
@@ -69,6 +70,7 @@ def time_of(stages: list[StageParts], layout: Layout, machine: Machine, update: 
     talk = count * sum(slowest[kind][1] for kind in "FB")
     rest = end - (forward + backward) - talk
     messages = sum(hops) + sum(backs)
+    hidden = HIDDEN if machine.is_asynchronous else 0.0
     return StepTime(
         forward=forward,
         backward=backward,
@@ -76,7 +78,7 @@ def time_of(stages: list[StageParts], layout: Layout, machine: Machine, update: 
         messages=min(messages, max(0.0, rest)),
         bubble=max(0.0, rest - messages) if len(stages) > 1 else 0.0,
         data_parallel=max(
-            _reduction(parts, layout, machine, HIDDEN * cost["B"][0])
+            _reduction(parts, layout, machine, hidden * cost["B"][0])
             for parts, cost in zip(stages, costs, strict=True)
         ),
         update=max(machine.time_of(update.kernels_for(_stepped(p, layout))) for p in stages),
