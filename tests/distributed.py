@@ -7,6 +7,7 @@ a :class:`RankFailure` that carries the traceback of the first rank to fail.
 
 import contextlib
 import faulthandler
+import importlib.util
 import multiprocessing
 import os
 import pickle
@@ -45,9 +46,23 @@ _COSTLY = {
         "torch.distributed.tensor.parallel",
         "torch.export",
     ],
-    "slapo": ["slapo.graph.trace.capture", "slapo.model_schedule"],
+    "slapo": [
+        "slapo._build",
+        "slapo.framework_dialect.pytorch.pipeline",
+        "slapo.framework_dialect.pytorch.runtime",
+        "slapo.graph.trace.capture",
+        "slapo.model_schedule",
+        "slapo.saving",
+    ],
     "transformers": ["transformers.generation", "transformers.modeling_utils"],
     "deepspeed": ["deepspeed.pipe", "deepspeed.runtime.engine"],
+    "megatron": [
+        "megatron.core.distributed",
+        "megatron.core.optimizer",
+        "megatron.core.parallel_state",
+        "megatron.core.pipeline_parallel",
+        "megatron.core.transformer.multi_token_prediction",
+    ],
 }
 
 
@@ -248,10 +263,13 @@ def _context() -> multiprocessing.context.ForkServerContext:
     """Return the context whose server has imported what the ranks need."""
     context = multiprocessing.get_context("forkserver")
     preload = ["pytest"]
+    # In a run of the whole suite, what later tests need too: the server starts with the first one.
+    is_whole = "PYTEST_XDIST_WORKER" in os.environ
     for package, parts in _COSTLY.items():
-        if package in sys.modules:
+        if package in sys.modules or (is_whole and importlib.util.find_spec(package)):
             preload += [package, *parts]
     preload += sorted(name for name in sys.modules if name.startswith("transformers.models."))
+    preload += ["tests.warm"] if "transformers" in preload else []
     # Has an effect until the server runs, which is from the first job on.
     context.set_forkserver_preload(preload)
     return context
@@ -338,7 +356,7 @@ def _work(
     random.seed(0)
     torch.manual_seed(0)
     with _stack_file(Path(scratch), rank).open("w") as stack:
-        # Shortly before the parent loses timeout, leave a note of where this rank stands.
+        # Shortly before the parent gives up, leave a note of where this rank stands.
         faulthandler.dump_traceback_later(0.9 * timeout, file=stack)
         try:
             store = dist.FileStore(f"{scratch}/store", world_size)

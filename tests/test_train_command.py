@@ -78,7 +78,8 @@ def test_weights_of_half_precision(here: Path, capfd: pytest.CaptureFixture[str]
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_the_same_command_goes_on(here: Path) -> None:
-    command = [sys.executable, "-m", "slapo", *ASK, "--data", "text.txt", "--steps", "80"]
+    one = ["--gpus", "1", "--data", "text.txt", "--steps", "80"]
+    command = [sys.executable, "-m", "slapo", *ASK, *one]
     job = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 120
     while not list(here.glob("tuned-run/step_*0")) and time.monotonic() < deadline:
@@ -111,7 +112,7 @@ def test_mistakes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bert.save_pretrained(here / "bert")
     transformers.T5Config(d_model=32, d_ff=64).save_pretrained(here / "t5")
     for wrong, says in [
-        (["train", "none", "--data", "text.txt"], "no folder with a config.json"),
+        (["train", "none", "--data", "text.txt"], "not a folder with a config.json"),
         ([*ASK, "--data", "none.txt"], "--data none.txt is not a file"),
         (["train", "bert", "--data", "text.txt"], "bert holds a BertForMaskedLM, and slapo train"),
         (["train", "t5", "--data", "text.txt"], "t5 holds a t5, and slapo train takes causal"),

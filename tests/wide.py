@@ -6,10 +6,17 @@ layout, the same layout on another engine, or a family with the same tracing.
 
 #: Test -> its rows, by the identifiers that pytest shows in brackets; no rows: the whole test.
 WIDE: dict[str, tuple[str, ...]] = {
+    "benchmark/test_benchmarks.py::test_quick_run_writes_a_csv_file": (
+        "pipeline",
+        "tuning",
+        "weights",
+    ),
     "benchmark/test_families.py::test_two_families_give_two_lines": (),
     "cost/test_dryrun.py::test_peak_of_one_process": ("t5-0.0-1", "t5-0.5-1", "t5-1.0-1"),
     "cost/test_ranks.py::test_peak_of_two_ranks": ("replicas",),
+    "examples/test_train.py::test_options_of_recipes_leave_the_loss_as_it_is": (),
     "graph/test_families.py::test_a_rewritten_flat_layer_equals_the_plain_one": (
+        "gpt2",
         "swin",
         "mixtral",
         "bert",
@@ -24,11 +31,14 @@ WIDE: dict[str, tuple[str, ...]] = {
         "llama-leaves",
     ),
     "graph/test_families.py::test_what_transformers_collects_is_as_in_the_plain_model_or_refused": (
+        "t5-output_hidden_states-flat",
         "t5-output_hidden_states-leaves",
         "t5-output_hidden_states-layer",
         "llama-output_attentions-flat",
         "mixtral-output_router_logits-flat",
     ),
+    "graph/test_families.py::test_all_layers_rewritten_share_their_captures": ("bert",),
+    "graph/test_scale.py::test_time_per_layer_of_containers_does_not_grow": (),
     "model_schedule/test_stages.py::test_stages_train_as_one_process_does": (
         "keys5-layout5-options5-engine5",
         "keys9-layout9-options9-engine9",
@@ -41,6 +51,12 @@ WIDE: dict[str, tuple[str, ...]] = {
         "mistral-True",
         "roberta-True",
         "gpt2_classifier-True",
+    ),
+    "primitives/test_kinds.py::test_every_kind_of_call": (
+        "twice-by proxies",
+        "horizontal-by proxies",
+        "by_hand-by proxies",
+        "everything-by proxies",
     ),
     "runtimes/test_communication.py::test_several_stages_on_a_rank_send_to_other_ranks_only": (
         "zbv",
@@ -79,6 +95,20 @@ WIDE: dict[str, tuple[str, ...]] = {
     ),
     "saving/test_resume.py::test_float32_copies_and_state_go_through_all_engines": ("bfloat16",),
     "sharding/test_shared_heads.py::test_engines": ("megatron",),
+    "test_gallery.py::test_several_devices_by_torchrun": (),
+    "test_published_families.py::test_every_family_is_traced_without_memory": (
+        "albert-True",
+        "bert_causal-True",
+        "bert_classifier-True",
+        "gemma3-True",
+        "gpt_neo-True",
+        "mistral-True",
+        "mixtral-True",
+        "qwen2-True",
+        "qwen3-True",
+        "resnet-True",
+        "roberta-True",
+    ),
     "weights/test_pretrained.py::test_folders_come_back_from_deepspeed": (
         "zero 3 late",
         "zero 1 late",
