@@ -26,6 +26,7 @@ from benchmark import (
     report,
     scheduling,
     step_time,
+    suggest,
     train,
     tuning,
     verify,
@@ -44,6 +45,7 @@ BENCHMARKS: dict[str, Callable[[bool, Progress], Result]] = {
     "check": check.run,
     "dry_run": dry_run.run,
     "tuning": tuning.run,
+    "suggest": suggest.run,
     "weights": weights.run,
 }
 

@@ -32,6 +32,7 @@ COLUMNS = {
     "engines": {"target", "rank", "bare_ms", "engine_ms", "ratio", "wall_ratio", "peak_ratio"},
     "dry_run": {"kind", "config", "predicted_ms", "measured_ms", "error", "peak_gib", "mfu"},
     "tuning": {"tp", "pp", "dp", "predicted", "samples_per_s", "error"},
+    "suggest": {"tp", "pp", "dp", "engine", "micro_batch", "suggestion", "samples_per_s"},
     "weights": {"what", "side", "share_mib", "read_mib", "peak_mib", "cpu_s"},
 }
 # They start processes, or record a model of Transformers.
@@ -41,6 +42,7 @@ SLOW = {
     "engines": [pytest.mark.wide, pytest.mark.distributed],
     "dry_run": [pytest.mark.slow],
     "tuning": [pytest.mark.slow, pytest.mark.distributed],
+    "suggest": [pytest.mark.wide, pytest.mark.distributed],
     "weights": [pytest.mark.slow, pytest.mark.distributed],
 }
 
@@ -56,13 +58,13 @@ def _read(path: Path) -> list[dict[str, str]]:
 def test_quick_run_writes_a_csv_file(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name in ("partition", "engines", "check", "dry_run", "tuning", "weights"):
+    if name in ("partition", "engines", "check", "dry_run", "tuning", "suggest", "weights"):
         pytest.importorskip("transformers")
     if name == "weights":
         pytest.importorskip("accelerate")
     if name == "engines":
         pytest.importorskip("deepspeed")
-    if name == "tuning":
+    if name in ("tuning", "suggest"):
         pytest.importorskip("optuna")
     if name == "step_time":  # recording a Transformers model takes seconds
         monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
