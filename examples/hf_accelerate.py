@@ -5,7 +5,7 @@
 
 The recipe changes how each process computes; Accelerator spreads batches over the processes, and
 sees a model of Transformers: nothing in the loop is special. To split layers over processes as
-well, take an engine of ``slapo.build`` in place of Accelerator: see ``finetune_folder.py``.
+well, take an engine of ``slapo.build`` instead of Accelerator: see ``finetune.py``.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ def _as_whole(sch: Schedule) -> Schedule:
     if around is not None:
         raise SlapoError(
             f"build(sch[{sch.path!r}]): {around} was applied to what is around the node, which is "
-            "no whole model by itself then; build the root, or schedule the part alone: "
+            "no longer a model by itself; build the root, or schedule the part alone: "
             f"slapo.create_schedule(model.{sch.model_path})"
         )
     check_ties(top.mod, top.state.ties)

@@ -60,7 +60,7 @@ def replay(
     KeyError
         If the model lacks a path; the nearest are named.
     ValueError
-        If it is no record, or one of an unknown version or with a primitive that is not registered.
+        If it is not a record, has an unknown version, or a primitive that is not registered.
 
     Warns
     -----

@@ -46,7 +46,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     ValueError
         If `max_norm` is not above 0.
     TypeError
-        If `model` is no module.
+        If `model` is not a module.
     SlapoError
         If FSDP has put its parameters together, or has split them over several groups.
 

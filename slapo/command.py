@@ -22,7 +22,7 @@ from slapo.saving.inspect import inspect as inspect_folder
 from slapo.verify.placement.offline import check_at, schedule_offline
 from slapo.weights.meta import init_empty_weights
 
-#: Keys of ``apply_schedule`` that are no families.
+#: Keys of ``apply_schedule`` that are not families.
 _OTHERS = {
     AUTO: "Any model: by the recipe of its family, or else a draft.",
     DRAFT: "Any model: by a schedule that is derived from it, see slapo draft.",
@@ -330,7 +330,7 @@ def _load_script(path: Path) -> Any:
         raise _UsageError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise _UsageError(f"{path} is no Python file")
+        raise _UsageError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     # As Python does for a script that it runs: what is beside it can be imported.
     sys.path.insert(0, str(path.parent.resolve()))

@@ -63,6 +63,6 @@ def with_nearest(name: str, known: Iterable[str], rest: str) -> str:
 
 
 def require_count(name: str, value: object) -> None:
-    """Refuse what is no number of things, such as 0, 1.5 or True."""
+    """Refuse values that cannot count things, such as 0, 1.5 or True."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} is {value!r}; pass a whole number from 1 on")

@@ -156,7 +156,7 @@ def example_inputs(
     Parameters
     ----------
     constants
-        Parameters of forward that are no inputs. If they are all but some, those are the inputs.
+        Parameters of forward that are not inputs. If they are all but some, those are the inputs.
     config
         Config to read sizes from; by default the module's own.
     labels
@@ -197,7 +197,7 @@ def example_inputs(
 
 
 def _left_open(parameters: Mapping[str, Any], constants: Collection[str]) -> list[str]:
-    """The parameters that are no constants, if examples are known for all of them."""
+    """The parameters that are not constants, if examples are known for all of them."""
     left = [n for n, p in parameters.items() if n not in constants and p.kind not in _STARRED]
     if not all(name in _BUILDERS for name in left):
         return []

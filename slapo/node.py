@@ -248,7 +248,7 @@ class Node:
             self.rebuild_children()
 
     def check_live(self) -> None:
-        """Refuse to act on a module that is no part of the model any more.
+        """Refuse to act on a module that is no longer a part of the model.
 
         Raises
         ------
@@ -292,7 +292,7 @@ class Node:
         items = [p for p in self.child if p.startswith(f"{path}.")][:3] or near
         return (
             f"no module at {path!r}{here}; nearest paths are {items}: the items of an "
-            "nn.ModuleList are nodes, the list itself is none"
+            "nn.ModuleList are nodes, the list itself is not"
         )
 
     def _describe_inlined(self, path: str) -> str | None:
@@ -568,7 +568,7 @@ def _is_flat(module: nn.Module) -> bool:
 
 
 def _is_transparent(module: nn.Module, name: str, hides: Callable[[str], bool]) -> bool:
-    """Return whether a module is no node, and its children belong to what is around it.
+    """Return whether a module is not a node, and its children belong to what is around it.
 
     One that a graph has inlined, but whose own parameters it reads, is a node: of those.
     """

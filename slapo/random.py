@@ -296,7 +296,7 @@ def set_random_seed(
     ValueError
         If a rank is negative, or ranks are given beside a mesh.
     TypeError
-        If the seed is no integer.
+        If the seed is not an integer.
     SlapoError
         If called inside a block of the tracker's :meth:`~RNGTracker.fork`.
 

@@ -170,7 +170,7 @@ class Schedule(Node):
         SlapoError
             If the module cannot be traced by itself.
         ValueError, TypeError
-            If it is no pattern.
+            If it is not a pattern.
 
         Examples
         --------
@@ -222,7 +222,7 @@ class Schedule(Node):
         return found
 
     def _trace_and_look(self, verb: str, search: Callable[[], Matches[T]]) -> Matches[T]:
-        """Search in a module that is no graph yet."""
+        """Search in a module that is not a graph yet."""
         before = Snapshot(self)
         found: Matches[T] | None = None
         try:
@@ -252,7 +252,7 @@ class Schedule(Node):
         )
 
     def __iter__(self) -> Any:
-        """A schedule is no sequence: paths are its items."""
+        """A schedule is not a sequence: paths are its items."""
         raise TypeError(
             "a Schedule is not iterated; take its nodes by sch.named_schedules(), sch.select(glob) "
             "or sch.child.values()"
@@ -339,7 +339,7 @@ def create_schedule(
     Raises
     ------
     TypeError
-        If `root` is no module or `group` no group, or a mesh is given beside a group.
+        If `root` is not a module, `group` is not a group, or a mesh is given beside a group.
     ValueError
         If a mesh that is given as `group` has several dimensions, or this process is not in it.
     SlapoError

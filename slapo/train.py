@@ -65,7 +65,7 @@ class Windows:
 
     def __init__(self, tokens, replica, replicas, device):
         if len(tokens) < SEQ:
-            raise ValueError(f"{len(tokens)} tokens are no sample of {SEQ}; give more text")
+            raise ValueError(f"{len(tokens)} tokens do not fill a sample of {SEQ}; give more text")
         self.windows = tokens[: len(tokens) // SEQ * SEQ].view(-1, SEQ)
         self.device = device
         self.replica, self.replicas = replica, replicas
@@ -213,7 +213,7 @@ def _check_files(given: argparse.Namespace) -> None:
     data, out = Path(given.data), Path(given.out)
     if not (Path(given.folder) / "config.json").is_file():
         raise ValueError(
-            f"{given.folder} is no folder with a config.json; give one that save_pretrained has "
+            f"{given.folder} is not a folder with a config.json; give one that save_pretrained has "
             "written (names of a hub are not looked up)"
         )
     if not data.is_file():
@@ -276,7 +276,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="slapo train",
         description="Train a causal language model from a folder of Hugging Face on a text: "
         "suggest a layout, schedule and check the model, start the ranks, save, resume, and write "
-        "a folder. The same command goes on with what was stopped.",
+        "a folder. The same command resumes a stopped run.",
     )
     add = parser.add_argument
     add("folder", metavar="FOLDER", help="of save_pretrained: config, weights, tokenizer")

@@ -58,7 +58,7 @@ def fit(
         Engine of :func:`slapo.build`.
     data
         ``(inputs, targets)`` as for ``engine.train_batch``. Data that can be iterated again, as a
-        ``DataLoader``, is begun again at its end. Data with ``state_dict`` and ``load_state_dict``
+        ``DataLoader``, restarts at its end. Data with ``state_dict`` and ``load_state_dict``
         is resumed by these; of other data, the batches of earlier steps are skipped.
     steps
         Steps of the optimizer in all, those before a resumed one too.
@@ -156,12 +156,12 @@ class _Loop:
             notes = self.engine.load(run, data=self.state).notes
             if self._is_first:
                 said = "".join(f"; {note}" for note in notes)
-                logger.info("fit: goes on from step %d of %s%s", self.engine.step_count, run, said)
+                logger.info("fit: resumes from step %d of %s%s", self.engine.step_count, run, said)
         for _ in range(self.engine.step_count if self.state is None else 0):
             self._next()
 
     def _next(self) -> Any:
-        """The next batch; data that can be iterated again begins again."""
+        """The next batch; data that can be iterated again restarts."""
         for _ in range(2):
             if self._iterator is None:
                 self._iterator = iter(self.data)

@@ -76,7 +76,6 @@ class ModuleWrapper(nn.Module):
         return nn.Module.__call__(self, *args, **kwargs)  # at the call: tracers patch it
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module."""
         return self.mod(*args, **kwargs)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -106,7 +105,6 @@ class ModuleWrapper(nn.Module):
             delattr(self.mod, name)
 
     def extra_repr(self) -> str:
-        """Name what is wrapped."""
         mod = self.mod
         return mod._get_name() if isinstance(mod, ModuleWrapper) else type(mod).__name__
 

@@ -53,7 +53,7 @@ class Symbol:
         return self._is_fixed
 
     def fix(self, val: Any) -> None:
-        """Fix the value; raises ``ValueError`` if it is no candidate."""
+        """Fix the value; raises ``ValueError`` if it is not a candidate."""
         if val not in self.vals:
             raise ValueError(f"{self.name!r} cannot be {val!r}; its candidates are {self.vals}")
         self._val, self._is_fixed = val, True
@@ -216,7 +216,7 @@ def _import(path: Path) -> ModuleType:
     name = f"slapo_tune_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise TuneError(f"the configuration {path} is no Python file; its name must end in .py")
+        raise TuneError(f"the configuration {path} is not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     folder = str(path.parent.resolve())
     if folder not in sys.path:

@@ -125,7 +125,7 @@ def _machine(name: str) -> Machine:
     numbers = name.split(",")
     if len(numbers) != 4:
         raise ValueError(
-            f"--machine {name} is no list of four numbers; give bytes of memory, operations per "
+            f"--machine {name} is not a list of four numbers; give bytes of memory, operations per "
             "second, bytes per second of memory and of links, such as 48e9,180e12,860e9,32e9"
         )
     memory, flops, bandwidth, inside = map(float, numbers)
@@ -143,7 +143,7 @@ def config_of(path: str) -> Any:
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # what a wrong entry raises depends on the family
-        raise ValueError(f"{path} is no config of Transformers: {error}") from None
+        raise ValueError(f"{path} is not a config of Transformers: {error}") from None
 
 
 def _options(given: argparse.Namespace) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def _options(given: argparse.Namespace) -> dict[str, Any]:
         if name in options or name in inspect.signature(dryrun).parameters:
             raise ValueError(f"--option {text} has an option of its own; leave --option out")
         if not equals:
-            raise ValueError(f"--option {text} is no NAME=VALUE, such as fused_loss=True")
+            raise ValueError(f"--option {text} is not NAME=VALUE, such as fused_loss=True")
         try:
             options[name] = literal_eval(value)
         except (ValueError, SyntaxError):

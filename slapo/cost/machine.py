@@ -191,7 +191,7 @@ class Machine:
         within = max(1, min(ranks, self.devices // stride if stride < self.devices else 1))
         nodes = math.ceil(ranks / within)
         rounds = 2 if "reduce" in name and "scatter" not in name else 1
-        # All devices of a node that take part shard what leaves it.
+        # The devices of a node use their links to other nodes together.
         width = self.inside if nodes == 1 else min(self.inside, self.between * within)
         hop = self.latency[nodes > 1]
         moved = rounds * size * (ranks - 1) / ranks / width

@@ -148,7 +148,6 @@ class Meter(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Stop."""
         super().__exit__(*error)
         self._plain.__exit__(*error)
 
@@ -180,7 +179,6 @@ class Meter(TorchDispatchMode):
         self.alive -= self._sizes.pop(key, (0, None))[0]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator and count it."""
         if any(map(_is_distributed, types)):
             return NotImplemented  # its operators on local tensors come here next
         kwargs = kwargs or {}

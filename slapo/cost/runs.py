@@ -125,7 +125,7 @@ def run(
             # Models and torch raise these; refusals of ours and of users are of other kinds.
             except (RuntimeError, AttributeError, IndexError, AssertionError, ValueError) as error:
                 raise SlapoError(
-                    f"{type(model).__name__} could not be run without numbers: "
+                    f"{type(model).__name__} could not run on fake tensors: "
                     f"{type(error).__name__}: {str(error)[:400]}; if training fails so too, fix it "
                     "there, else the model asks for numbers, and cannot be dry-run"
                 ) from error

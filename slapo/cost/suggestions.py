@@ -301,7 +301,7 @@ class _Search:
                     tried.extend([found] if found else [])
                     if found is None or found.dry_run.fits:
                         fits += [(engine, number)] if found else []
-                        break  # to compute more again is no faster
+                        break  # to compute more again is not faster
             if say is not None:
                 count = sum(each.dry_run.fits for each in tried)
                 at = f"tp {tp}, pp {pp}, dp {dp}, micro-batches of {micro}"

@@ -59,7 +59,7 @@ class Update:
         Raises
         ------
         TypeError
-            If `optimizer` is no function, or returns no optimizer.
+            If `optimizer` is not a function, or does not return an optimizer.
         SlapoError
             If the optimizer cannot step on fake tensors.
 

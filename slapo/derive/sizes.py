@@ -74,13 +74,11 @@ class Counted(int):
     formula: Formula
 
     def __new__(cls, value: int, formula: Formula) -> Counted:
-        """An integer of this value."""
         self = super().__new__(cls, value)
         self.formula = formula
         return self
 
     def __reduce__(self) -> Any:
-        """Copies are plain integers."""
         return int, (int(self),)
 
 

@@ -333,7 +333,6 @@ class _Sizes(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run it."""
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         leaves += [each for s in leaves if isinstance(s, slice) for each in (s.start, s.stop)]

@@ -407,7 +407,7 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         raise TypeError(f"inputs is a {type(inputs).__name__}; a batch must be {_EXPECTED}")
     odd = [key for key in inputs if not isinstance(key, str)]
     if odd:
-        raise TypeError(f"inputs has the keys {odd}, which are no names of arguments; pass strings")
+        raise TypeError(f"inputs has the keys {odd}, which cannot name arguments; pass strings")
     return (), dict(inputs)
 
 

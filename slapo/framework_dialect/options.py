@@ -212,7 +212,7 @@ class TrainingOptions:
 
 
 def _check_arguments(batch_dims: BatchDims, model: nn.Module) -> None:
-    """Refuse names that are no arguments of the model."""
+    """Refuse names that are not arguments of the model."""
     parameters = inspect.signature(model.forward).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return

@@ -170,7 +170,7 @@ def _options(key: str | Recipe, given: dict[str, Any]) -> Options:
     for name in given:
         if name not in known:
             raise TypeError(
-                with_nearest(name, known, f"{name!r} is no option of {shown}; there are {known}")
+                with_nearest(name, known, f"{shown} has no option {name!r}; there are {known}")
             )
     return Options(**given)
 

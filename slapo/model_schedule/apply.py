@@ -296,7 +296,7 @@ def base_path(model: nn.Module, prefix: str) -> str:
         except AttributeError:
             children = [name for name, _ in model.named_children()]
             raise ValueError(
-                f"prefix {prefix!r} is no path within {type(model).__name__}, which has "
+                f"prefix {prefix!r} is not a path within {type(model).__name__}, which has "
                 f"{children}; pass that of the base model, or leave prefix out"
             ) from None
         return prefix

@@ -78,7 +78,7 @@ def _last(derivation: Derivation, within: str, path: str) -> str:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Return whether it may be one, and is no dropout or empty module in front of one."""
+    """Return whether it may be one, and is not a dropout or empty module in front of one."""
     return bool(module._parameters) or "Norm" in type(module).__name__
 
 

@@ -74,7 +74,7 @@ def words_of(text: str) -> list[Word]:
         name = each.func if isinstance(each, ast.Call) else each
         if not isinstance(name, ast.Name) or name.id not in _KNOWN:
             known, word = sorted(_KNOWN), ast.unparse(name)
-            rest = f"{word!r} in {text!r} is no word of a table; the words are {known}"
+            rest = f"{word!r} in {text!r} is not a word of a table; the words are {known}"
             raise ValueError(with_nearest(word, known, rest))
         words.append((name.id, each.args if isinstance(each, ast.Call) else []))
     return words

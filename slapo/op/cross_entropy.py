@@ -263,7 +263,7 @@ def check_shapes(what: str, logits: Tensor, labels: Tensor) -> None:
 
 
 def check_smoothing(what: str, value: float) -> None:
-    """Refuse what is no share of a target."""
+    """Refuse an invalid label smoothing."""
     if not 0 <= value < 1:
         raise ValueError(
             f"{what}: label_smoothing is {value!r}; pass the share of the target that is spread "
@@ -303,7 +303,7 @@ class TokenLosses(torch.autograd.Function):
     """:func:`token_losses` and their gradient; ``slapo.check`` has a rule for it."""
 
     @staticmethod
-    def forward(  # noqa: D102
+    def forward(
         ctx: Any,
         logits: Tensor,
         labels: Tensor,
@@ -322,7 +322,7 @@ class TokenLosses(torch.autograd.Function):
         return losses
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_graph("token_losses", INSTEAD)
         powers, total, even, *parts = ctx.saved_tensors
         if is_graph_kept():

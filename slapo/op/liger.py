@@ -93,7 +93,7 @@ class GatedByLiger(torch.autograd.Function):
     # inputs in any case.
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, act: str) -> Tensor:  # noqa: D102
+    def forward(ctx: Any, gate: Tensor, up: Tensor, act: str) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
         ctx.act = act
@@ -101,7 +101,7 @@ class GatedByLiger(torch.autograd.Function):
         return product
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # noqa: D102
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         refuse_graph(f"{ctx.act}(gate) * up by liger-kernel", _INSTEAD)
         gate, up = ctx.saved_tensors
         is_shared = gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr()

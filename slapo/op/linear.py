@@ -151,7 +151,7 @@ class LinearWithDropout(nn.Linear):
     Raises
     ------
     ValueError
-        If `p` is no probability.
+        If `p` is not a probability.
 
     Examples
     --------

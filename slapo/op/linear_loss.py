@@ -2,7 +2,7 @@
 
 Techniques: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024), section
 3.2, for gradients made by chunks in the forward pass; Shoeybi et al., "Megatron-LM" (2019),
-section 3, for a vocabulary that is over the ranks.
+section 3, for a vocabulary that is sharded over ranks.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class LinearLoss(torch.autograd.Function):
     """:func:`linear_cross_entropy` and its gradients; ``slapo.check`` has a rule for it."""
 
     @staticmethod
-    def forward(  # noqa: D102
+    def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
@@ -210,7 +210,7 @@ class LinearLoss(torch.autograd.Function):
         return losses.sum()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_graph("linear_cross_entropy", INSTEAD)
         scale = torch.mul if is_graph_kept() else Tensor.mul_
         found = [
@@ -283,8 +283,8 @@ class LossHead(nn.Linear):
     """The head of a language model, which gives the loss instead of logits while it may.
 
     ``head(x) -> logits --> head(x) -> loss`` while ``head.targets`` is set. Its rows may be a slice
-    of a vocabulary that is over the ranks (``sch["head"].shard("weight", 0, uneven=True)``): the
-    ranks shard the loss then, and the gradient of the input is a partial sum, which
+    of a sharded vocabulary (``sch["head"].shard("weight", 0, uneven=True)``): the ranks then
+    compute parts of the loss, and the gradient of the input is a partial sum, which
     ``sync("bwd_post", "all_reduce")`` sums. Its parameters are used within its own forward, so
     that engines which gather them around modules find them in use there.
 

@@ -85,7 +85,7 @@ class DropoutAddNorm(torch.autograd.Function):
     """``layer_norm(residual + dropout(x))`` by the two kernels."""
 
     @staticmethod
-    def forward(  # noqa: D102
+    def forward(
         ctx: Any,
         x: Tensor,
         residual: Tensor,
@@ -112,7 +112,7 @@ class DropoutAddNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         total, mean, scale, weight, seed = ctx.saved_tensors
         x_type, residual_type, weight_type = ctx.types
         rows, hidden = len(mean), total.shape[-1]

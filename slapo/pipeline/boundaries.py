@@ -127,7 +127,7 @@ class ShapeProbe:
         wrong = [n for n, t in zip(self.stage.sent, sent, strict=True) if not isinstance(t, Tensor)]
         if wrong:
             raise SlapoError(
-                f"stage {self.stage.index} would send {wrong}, which are no tensors; cut elsewhere"
+                f"stage {self.stage.index} would send {wrong}, which are not tensors; cut elsewhere"
             )
         return describe_tensors(self.stage.sent, sent)
 

@@ -154,7 +154,7 @@ class PipelinedModule(nn.Module):
     ) -> None:
         super().__init__()
         self.training = root.training
-        # In a tuple, so that it is no child. Initialization asks the whole model how.
+        # In a tuple, so that it is not a child. Initialization asks the whole model how.
         self._whole: tuple[Traced, ...] = (root,)
         #: original name -> (stage, name there); of what no stage uses, stage 0 takes care
         self._places = _place_names(root, stages)

@@ -48,7 +48,7 @@ def split_graph(graph: fx.Graph, ends: list[fx.Node], modules: ModuleLookup) -> 
 
     `modules` gives the module that a node calls by its target.
 
-    A tensor crosses a cut if it is computed before it and used after it. What is no tensor (sizes,
+    A tensor crosses a cut if it is computed before it and used after it. Other values (sizes,
     dtypes, parameters looked up) is recomputed in every stage that uses it. A module's output
     that is a tuple is taken apart in the stage of the module.
     """

@@ -37,7 +37,7 @@ class AnnotatePrimitive(Primitive, name="annotate"):
     Raises
     ------
     ValueError
-        If the module has no such parameter, or the key is no attribute name or one of torch's.
+        If the module has no such parameter, or the key is not an attribute name or one of torch's.
     TypeError
         If ``partial_grad`` is neither True nor False.
 
@@ -51,7 +51,6 @@ class AnnotatePrimitive(Primitive, name="annotate"):
 
     @staticmethod
     def apply(sch: Node, /, param_name: str, key: str, value: Any) -> Node:
-        """Set the tag and remember it."""
         check_own_tensor(sch, param_name)
         module = innermost(sch.mod)
         param = module._parameters.get(param_name)

@@ -79,10 +79,10 @@ def register_primitive(*args: Any) -> Callable[[type[T]], type[T]]:
     Raises
     ------
     TypeError
-        If the class is no ``Primitive``, lacks a static ``name`` or ``apply``, or the parentheses
+        If the class is not a ``Primitive``, has no static ``name`` or ``apply``, or the parentheses
         are missing.
     ValueError
-        If the name is taken or is no identifier.
+        If the name is taken or is not an identifier.
     """
     if args:
         given = getattr(args[0], "__name__", args[0])
@@ -96,7 +96,7 @@ def register_primitive(*args: Any) -> Callable[[type[T]], type[T]]:
         if not (isinstance(given, type) and issubclass(given, Primitive)):
             shown = getattr(cls, "__name__", repr(cls))
             raise TypeError(
-                f"register_primitive: got {shown}, which is no class derived from "
+                f"register_primitive: got {shown}, which is not a class derived from "
                 "slapo.Primitive; derive it from that"
             )
         name = _name_of(given)

@@ -70,7 +70,6 @@ class CheckpointPrimitive(Primitive, name="checkpoint"):
         ] = None,
         use_reentrant: bool = False,
     ) -> Node:
-        """Wrap the module, or the matched operations."""
         if subgraph is None:
             _check_not_wrapped(sch)
             wrap(sch, CheckPointWrapper(sch.mod, order_args_fn, use_reentrant))

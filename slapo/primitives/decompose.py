@@ -25,7 +25,7 @@ class DecomposePrimitive(Primitive, name="decompose"):
     Raises
     ------
     ValueError
-        If the module is no plain ``nn.Linear``, has no bias, is decomposed already, or sharded so
+        If the module is not an ``nn.Linear``, has no bias, is decomposed already, or sharded so
         that this rank has less than the whole.
 
     Examples
@@ -38,7 +38,6 @@ class DecomposePrimitive(Primitive, name="decompose"):
 
     @staticmethod
     def apply(sch: Node, /) -> Node:
-        """Swap the layer for its decomposed form."""
         module = innermost(sch.mod)
         if isinstance(module, LinearWithSeparateBias):
             raise ValueError("the layer is decomposed already; leave the second call out")

@@ -33,7 +33,6 @@ class ForkRNGPrimitive(Primitive, name="fork_rng"):
 
     @staticmethod
     def apply(sch: Node, /) -> Node:
-        """Wrap the node's module."""
         module = sch.mod
         while isinstance(module, ModuleWrapper):
             if isinstance(module, ForkRNGWrapper):

@@ -46,7 +46,6 @@ class CutPipelineStagePrimitive(Primitive, name="cut_pipeline_stage"):
 
     @staticmethod
     def is_verifiable() -> bool:
-        """A cut model runs in stages only."""
         return False
 
     @staticmethod

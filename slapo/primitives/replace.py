@@ -103,7 +103,6 @@ class ReplacePrimitive(Primitive, name="replace"):
         *,
         fn_or_mod: nn.Module | Callable[..., Any] | None = None,
     ) -> Node:
-        """Replace the module, or the matched operations."""
         if (new_mod is None) == (fn_or_mod is None):
             how_many = "no replacement" if new_mod is None else "two replacements"
             raise TypeError(f"got {how_many}; pass one, as new_mod or (with target_ops) fn_or_mod")

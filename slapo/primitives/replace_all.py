@@ -38,7 +38,7 @@ class ReplaceAllPrimitive(Primitive, name="replace_all"):
     ValueError
         If no submodule is an instance of `cls`.
     TypeError
-        If `cls` is no class of modules, or `make_fn` returns no module.
+        If `cls` is not a class of modules, or `make_fn` does not return a module.
 
     Examples
     --------

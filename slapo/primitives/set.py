@@ -71,7 +71,6 @@ class SetPrimitive(Primitive, name="set"):
 
     @staticmethod
     def apply(sch: Node, /, name: str, value: Any = _NONE, whole: Any = None) -> Node:
-        """Check against what is there, and set."""
         value = _one_of(name, value, whole, sch.world_size)
         module = innermost(sch.mod)
         if isinstance(module, fx.GraphModule) and not isinstance(module, Traced):
@@ -110,7 +109,7 @@ def _part(name: str, whole: Any, world_size: int) -> Any:
 
 
 def check_attribute(module: nn.Module, name: str, value: Any) -> None:
-    """Refuse what is no plain attribute of the module, or no value for it."""
+    """Refuse other attributes than plain ones, and values that do not fit."""
     kind = type(module).__name__
     if not isinstance(name, str) or not hasattr(module, name):
         own = [each for each in vars(module) if not each.startswith("_") and each != "training"]
@@ -123,7 +122,7 @@ def check_attribute(module: nn.Module, name: str, value: Any) -> None:
             f"{name!r} of {kind} is, or would be, a tensor or a module; use replace or shard"
         )
     if callable(old) or not (plain or name in _class_constants(origin_of(module))):
-        raise TypeError(f"{name!r} of {kind} is no plain attribute, but {old!r}; set what it reads")
+        raise TypeError(f"{name!r} of {kind} is {old!r}, not a plain attribute; set what it reads")
     if isinstance(old, (bool, int, float, str, tuple, list)) and type(value) is not type(old):
         raise TypeError(
             f"{name!r} of {kind} is {old!r}, of type {type(old).__name__}, and {value!r} is of "

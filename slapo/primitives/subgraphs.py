@@ -111,7 +111,7 @@ def _groups(sch: Node, target_ops: Any, argument: str) -> list[Any]:
 
 
 def _as_search(sch: Node, given: Any) -> str:
-    """Advice for an argument that is no match."""
+    """Advice for an argument that is not a match."""
     if isinstance(given, str) and given in sch:
         return f"sch.find({given!r}), or call the primitive on {spelled(sch[given].path)}"
     is_pattern = isinstance(given, str) or callable(given)
@@ -135,7 +135,7 @@ def check_hooks(subgraphs: Subgraphs, keeps_hooks: bool, scripted: bool = False)
             if scripted and has_backward_hooks(module):
                 raise RuntimeError(
                     f"hooks ['bwd_post'] of {node.target!r} cannot move: a ScriptModule runs no "
-                    "backward hooks; use fuse(..., compiler=None) or a module that is no script"
+                    "backward hooks; use fuse(..., compiler=None) or a module that is not a script"
                 )
 
 

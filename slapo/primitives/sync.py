@@ -160,7 +160,7 @@ def _add_callable(
         )
     if str(getattr(function, "__module__", "")).startswith("torch.distributed"):
         raise TypeError(
-            f"{describe(function)} of torch.distributed is no hook of a module; pass the name of "
+            f"{describe(function)} of torch.distributed is not a module hook; pass the name of "
             "an op, such as 'all_reduce'"
         )
     keywords = _takes_keywords(function, mode)

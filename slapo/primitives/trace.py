@@ -95,7 +95,6 @@ class TracePrimitive(Primitive, name="trace"):
         config: Any = None,
         example_inputs: Any = None,
     ) -> bool:
-        """Trace first, then put the graphs in place."""
         remember_inputs(sch, example_inputs)
         module = innermost(sch.mod)
         _check_leaves(module, leaf_modules)
@@ -284,7 +283,7 @@ def _warn(sch: Node, tracer: str, error: TraceError) -> None:
     elif tracer == "pytorch":
         remedy = '; pass tracer="huggingface", concrete_args for flags, or leaf_modules'
     else:
-        remedy = "; pass example_inputs, concrete_args for what is no tensor, or leaf_modules"
+        remedy = "; pass example_inputs, concrete_args for non-tensors, or leaf_modules"
     where = sch.path or "the root"
     warn_caller(
         f"{where} ({type(innermost(sch.mod)).__name__}) could not be traced with "

@@ -85,4 +85,4 @@ def decode(data: Any) -> Any:
         part = _PARTS.get(tag)
         return decode_plain(tag, inner, decode) if part is None else part.decode(inner, decode)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{data!r} is no argument of a record ({error})") from error
+        raise ValueError(f"{data!r} is not an argument of a record ({error})") from error

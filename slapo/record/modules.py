@@ -55,15 +55,12 @@ class ModuleSpec(Part):
 
     @property
     def text(self) -> str:
-        """The name of the class."""
         return self.cls.text
 
     def inner(self) -> Iterable[Any]:
-        """The constructor's arguments."""
         return (self.args, self.kwargs)
 
     def encode(self) -> Any:
-        """All but the fingerprint."""
         made: dict[str, Any] = {"class": self.cls.encode()}
         if self.args:
             made["args"] = [encode(arg) for arg in self.args]
@@ -73,13 +70,11 @@ class ModuleSpec(Part):
 
     @classmethod
     def decode(cls, data: Any, decode: Decode) -> ModuleSpec:
-        """The same again."""
         args = tuple(map(decode, data.get("args", ())))
         kwargs = {name: decode(value) for name, value in data.get("kwargs", {}).items()}
         return cls(Named.decode(data["class"], decode), args, kwargs, data.get("empty", False))
 
     def revive(self, node: Node | None = None) -> nn.Module:
-        """Call the constructor."""
         args: Any = revive(self.args, node)  # type: ignore[arg-type]  # no part of these asks
         kwargs: Any = revive(self.kwargs, node)  # type: ignore[arg-type]
         with init_empty_weights(self.empty):

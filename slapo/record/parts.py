@@ -150,7 +150,7 @@ def decode_plain(tag: str, data: Any, decode: Decode) -> Any:
 def _of_torch(name: str) -> Any:
     found = getattr(torch, name, None)
     if not isinstance(found, _OF_TORCH):
-        raise ValueError(f"torch.{name} is no dtype, layout or memory format")
+        raise ValueError(f"torch.{name} is not a dtype, layout or memory format")
     return found
 
 
@@ -167,11 +167,9 @@ class Unnamed(Part):
 
     @property
     def text(self) -> str:
-        """As the call showed it."""
         return self.shown
 
     def problem(self) -> str:
-        """A description of it, and the remedy."""
         return self.why
 
 
@@ -187,25 +185,20 @@ class Named(Part):
 
     @property
     def text(self) -> str:
-        """The name without what it is in."""
         return self.qualname.rpartition(".")[2]
 
     def encode(self) -> Any:
-        """``module:qualname``."""
         return f"{self.module}:{self.qualname}"
 
     @classmethod
     def decode(cls, data: Any, decode: Decode) -> Named:
-        """Take the two apart."""
         module, _, qualname = data.partition(":")
         return cls(module, qualname, is_read=True)
 
     def inner(self) -> Iterable[Any]:
-        """Nothing that would be a part."""
         return ()
 
     def revive(self, node: Node | None = None) -> Any:
-        """Import it."""
         try:
             return look_up(importlib.import_module(self.module), self.qualname)
         except (ImportError, AttributeError) as error:
@@ -226,11 +219,9 @@ class Partial(Part):
 
     @property
     def text(self) -> str:
-        """The name of its class."""
         return "partial"
 
     def revive(self, node: Node) -> Any:
-        """Bind again."""
         args, kwargs = revive(self.args, node), revive(self.kwargs, node)
         return functools.partial(revive(self.function, node), *args, **kwargs)
 
@@ -245,11 +236,9 @@ class MadeBy(Part):
 
     @property
     def text(self) -> str:
-        """The module's class."""
         return self.shown
 
     def revive(self, node: Node) -> Any:
-        """Have it made for what stands there now."""
         return revive(self.function, node)(node.path, node.mod)
 
 
@@ -360,7 +349,6 @@ class Values(Part):
 
     @property
     def text(self) -> str:
-        """With its shape."""
         return describe(self.tensor)
 
     def encode(self) -> Any:

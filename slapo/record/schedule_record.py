@@ -80,7 +80,7 @@ class ScheduleRecord(Sequence[Record]):
     def diff(self, other: ScheduleRecord) -> str:
         """Differences between two records, a line for each; empty if there are none.
 
-        Lines of programs and sizes of groups are no difference.
+        Lines of programs and sizes of groups do not count.
 
         Examples
         --------
@@ -154,11 +154,11 @@ class ScheduleRecord(Sequence[Record]):
         try:
             data = json.loads(Path(path).read_text())
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is no JSON: {error}; {_WRITE_ANEW}") from error
+            raise ValueError(f"{path} is not JSON: {error}; {_WRITE_ANEW}") from error
         found = data.get("format") if isinstance(data, dict) else None
         if found != FORMAT:
             raise ValueError(
-                f"{path} is no record of a schedule: its format is {found!r}, not {FORMAT!r}; "
+                f"{path} is not the record of a schedule: its format is {found!r}, not {FORMAT!r}; "
                 f"{_WRITE_ANEW}"
             )
         if data.get("version") != VERSION:

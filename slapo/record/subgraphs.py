@@ -59,24 +59,20 @@ class Found(Part):
 
     @property
     def text(self) -> str:
-        """The call that gives it."""
         return f"{self.verb}({describe(self.pattern)})[{self.index}]"
 
     def inner(self) -> Iterable[Any]:
-        """The pattern."""
         return (self.pattern,)
 
     def encode(self) -> Any:
-        """All fields by name."""
         numbers = {"index": self.index, "total": self.total, "ago": self.ago}
         return {"verb": self.verb, "pattern": encode(self.pattern), **numbers}
 
     @classmethod
     def decode(cls, data: Any, decode: Decode) -> Found:
-        """The same again."""
         numbers = (data["index"], data["total"], data["ago"])
         if data["verb"] not in ("find", "find_node"):
-            raise ValueError(f"{data['verb']!r} is no search")
+            raise ValueError(f"{data['verb']!r} is not a search")
         return cls(data["verb"], decode(data["pattern"]), *numbers)
 
     def search(self, node: Node, step: int) -> None:

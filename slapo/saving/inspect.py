@@ -115,7 +115,7 @@ def _tensors(named: dict[str, Saved]) -> str:
 def _itemsize(dtype: str) -> int:
     found = getattr(torch, dtype, None)
     if not isinstance(found, torch.dtype):
-        raise SlapoError(f"{dtype!r} is no type of tensors that this torch knows")
+        raise SlapoError(f"{dtype!r} is not a dtype of this torch")
     return found.itemsize
 
 

@@ -144,7 +144,7 @@ def _add_numbers(mine: Mine, optimizer: Any, cells: Mapping[int, Sequence[Held]]
             if state:
                 raise SlapoError(
                     f"engine.save: {type(optimizer).__name__} keeps {sorted(state)} of something "
-                    "that is no parameter of the model, which cannot be saved"
+                    "that is not a parameter of the model, which cannot be saved"
                 )
             continue
         for slot, value in state.items():

@@ -139,7 +139,7 @@ class Manifest:
             version = given["format"]
         except FileNotFoundError:
             raise SlapoError(
-                f"{folder} has no {MANIFEST}: it is no step that engine.save has completed"
+                f"{folder} has no {MANIFEST}: engine.save has not completed it"
             ) from None
         except (ValueError, KeyError, TypeError) as error:
             raise SlapoError(f"{path} is damaged ({type(error).__name__}: {error})") from error

@@ -58,7 +58,7 @@ def _check_unknown(path: str, module: nn.Module, state: Sharding) -> None:
         f"{path!r}: nothing is known of {type(module).__name__}, whose output is reduced and whose "
         f"{wholes} {'is' if len(wholes) == 1 else 'are'} whole: a bias would be added once per "
         "rank. Say how the class reacts by slapo.sharding.register_shard_rule, or add the bias "
-        "behind the reduction, as slapo.op.LinearWithSyncFunc does. What is no bias sees a part of "
+        "behind the reduction, as slapo.op.LinearWithSyncFunc does. Other parameters see a part of "
         f'its gradient on each rank: sch["{path}"].annotate({wholes[0]!r}, "partial_grad", True)'
     )
 

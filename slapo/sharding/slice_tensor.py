@@ -68,7 +68,6 @@ class SliceTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation on plain tensors."""
         source = args[0] if args else None
         if func is Tensor.size and len(args) == 1 and _is_loading(sys._getframe(1)):
             return source._whole  # type: ignore[union-attr]

@@ -276,7 +276,7 @@ def _check_reshard(op: str, letters: str, placement: Placement, side: str) -> No
         return
     wanted = {"replicate": "RR", "shard": "RS" if placement.axis == -1 else "SR"}
     needed = wanted.get(placement.kind)
-    # A sharded sequence (SR) is no contradiction for a module that mixes features only.
+    # A sharded sequence (SR) is not a contradiction for a module that mixes features only.
     if needed is None or letters == needed or (needed == "RR" and letters == "SR"):
         return
     raise ValueError(

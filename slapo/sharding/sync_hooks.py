@@ -40,7 +40,6 @@ class InputHook(SyncHook):
     """
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Map it."""
         bare = innermost(module)
         positions, ordered = input_names(bare), [*input_names(bare), *keyword_names(bare)]
         named = getattr(self.function, "argument", None)
@@ -71,7 +70,6 @@ class OutputHook(SyncHook):
         super().__init__(function, "fwd_post")
 
     def __call__(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
-        """Map it."""
         if isinstance(output, _TENSORS):
             return self._slapo_carry(output)
         if isinstance(output, Mapping):  # as Transformers' output objects are, too

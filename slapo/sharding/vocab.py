@@ -147,7 +147,7 @@ class _Rows:
     def mask(self, tokens: Tensor) -> Tensor:
         """Tokens as local rows, those of other ranks as row 0.
 
-        What is no token of the whole table stays none of this part of it, for the lookup to refuse.
+        Indices outside the whole table stay outside this part, so that the lookup refuses them.
         """
         rows = {"start": self.start, "count": self.count, "total": self.total}
         return carry_out(MASK_TOKENS, self._mask, tokens, None, **rows)

@@ -51,7 +51,6 @@ class MemoryReport(float):
         peak_allocated: int | None = None,
         reserved: int | None = None,
     ) -> MemoryReport:
-        """The measured memory, in bytes."""
         report = super().__new__(cls, (allocated or 0) / _MIB)
         report.rss, report.peak_rss, report.device = rss, peak_rss, device
         report.allocated, report.peak_allocated = allocated, peak_allocated

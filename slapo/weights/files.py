@@ -168,7 +168,7 @@ class TensorFile:
         length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
         if size < 8 or length > size - 8:
             raise SlapoError(
-                f"{self.path} has {size} bytes, which is no safetensors file, or part of one"
+                f"{self.path} has {size} bytes, which is not a safetensors file, or part of one"
             )
         try:
             header = json.loads(os.pread(self._fd, length, 8))

@@ -144,7 +144,7 @@ def _loaded(path: Path) -> dict[str, Tensor]:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise SlapoError(
-            f"{path} is no file of tensors alone ({type(error).__name__}: {str(error)[:200]}); "
+            f"{path} is not a file of tensors alone ({type(error).__name__}: {str(error)[:200]}); "
             "code in it is not run: save the model as safetensors"
         ) from None
     if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
@@ -368,7 +368,7 @@ def _adapters_on_disk(original: Original, leaves: dict[str, Pieced]) -> dict[str
         )
     prefix = "base_model.model."  # the schedule may be of the model within
     own = {key.removeprefix(prefix): leaf for key, leaf in leaves.items() if ".lora_" in key}
-    # Without the name that the adapters have here; a magnitude (DoRA) was no module once.
+    # Without the name that the adapters have here; a magnitude (DoRA) was not a module once.
     short = (re.sub(rf"(\.lora_\w+)\.{re.escape(name)}", r"\1", key) for key in own)
     short = (re.sub(r"(magnitude_vector)\.weight$", r"\1", key) for key in short)
     return {f"{prefix}{key}": leaf for key, leaf in zip(short, own.values(), strict=True)}

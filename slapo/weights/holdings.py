@@ -71,7 +71,6 @@ class HeldRange(Held):
         return cls(held.name, tensor, held.origin, held.spec, start, at, count)
 
     def parts(self) -> Iterator[tuple[Tensor, Pieced]]:
-        """See :meth:`Held.parts`; box by box."""
         flat, here = self.tensor.detach().view(-1), self.here
         for begin, box in boxes_of_range(here.shape, self.start, self.start + self.count):
             part = here.part(box)

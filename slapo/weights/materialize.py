@@ -340,7 +340,7 @@ def _keep(slot: Slot, tensor: Tensor) -> None:
 
 
 def _like(old: Tensor, new: Tensor) -> Tensor:
-    """A parameter instead of a parameter."""
+    """A parameter of the same class and flags."""
     is_parameter = isinstance(old, nn.Parameter)
     return nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
 

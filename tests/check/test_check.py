@@ -383,9 +383,9 @@ def test_collectives_of_torch_in_a_hook(two_ranks: None) -> None:
     check(reduced_by(reduce_from_group), X)
     error = refused(reduced_by(lambda out: all_reduced(all_reduced(out))))
     assert error.path == "fc2"
-    assert "what is no partial sum" in str(error)
+    assert "that is not a partial sum" in str(error)
     error = refused(reduced_by(lambda out: all_reduced(out, dist.ReduceOp.MAX)))
-    assert "no sum over the ranks" in str(error)
+    assert "not a sum over the ranks" in str(error)
 
 
 @pytest.mark.filterwarnings("ignore:c10d..allreduce_:UserWarning")

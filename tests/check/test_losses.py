@@ -1,4 +1,4 @@
-"""Losses over a vocabulary that is over the ranks: right uses, and wrong ones."""
+"""Losses over a vocabulary that is sharded over ranks: right uses, and wrong ones."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def test_other_classes_of_a_family_over_two_ranks(key: str, name: str) -> None:
         ({"fused_loss": True, "pipeline_cuts": 2}, ValueError, "give build() a loss_fn"),
         ({"bcast_input": True, "pipeline_cuts": 2}, ValueError, "first stage"),
         ({"pipeline_cuts": "two"}, TypeError, "number of stages"),
-        ({"prefix": "modle"}, ValueError, "prefix 'modle' is no path"),
+        ({"prefix": "modle"}, ValueError, "prefix 'modle' is not a path"),
         ({"attn_op_name": "flash"}, (ValueError, ImportError), "flash"),
     ],
 )

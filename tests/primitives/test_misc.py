@@ -127,9 +127,9 @@ def test_an_attribute_is_set_and_recorded() -> None:
         ("heads", True, TypeError, "True is of type bool; pass one of the same type"),
         ("proj", 2, TypeError, "use replace or shard"),
         ("heads", nn.Linear(2, 2), TypeError, "use replace or shard"),
-        ("head_size", 2, TypeError, "no plain attribute"),
-        ("forward", 2, TypeError, "no plain attribute"),
-        ("training", False, TypeError, "no plain attribute"),
+        ("head_size", 2, TypeError, "not a plain attribute"),
+        ("forward", 2, TypeError, "not a plain attribute"),
+        ("training", False, TypeError, "not a plain attribute"),
     ],
 )
 def test_what_cannot_be_set(name: str, value: Any, error: type[Exception], message: str) -> None:

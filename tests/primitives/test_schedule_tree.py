@@ -125,7 +125,7 @@ def test_look_ups_that_say_what_is_wrong() -> None:
     for node, path, error, message in (
         (sch["layers.1"], "fc9", KeyError, r"'fc9' below 'layers\.1'; nearest paths are \['fc"),
         (sch, 0, TypeError, "a schedule path is a string, got 0"),
-        (sch, "layers", KeyError, r"'layers'.*layers\.0.*the list itself is none"),
+        (sch, "layers", KeyError, r"'layers'.*layers\.0.*the list itself is not"),
     ):
         with pytest.raises(error, match=message):
             _ = node[path]
@@ -360,7 +360,7 @@ def named(name: Any) -> type[Primitive]:
             for name in ("", "a b", "_hidden", 3, None)
         ),
         *(
-            (thing, TypeError, "no class derived from slapo.Primitive")
+            (thing, TypeError, "not a class derived from slapo.Primitive")
             for thing in (int, nn.Module, print, 3)
         ),
     ],

@@ -312,7 +312,7 @@ def test_ordinary_processes(tmp_path: Path, fault: str, text: str) -> None:
     [
         ("raises", r"rank\s*: 1 \(local_rank: 1\)"),
         ("killed", r"rank\s*: 1 \(local_rank: 1\)"),
-        # It ends what is left as soon as one has lost its timeout.
+        # It ends the others as soon as one has timed out.
         pytest.param(
             "hangs",
             r"nothing was heard of rank 1 \(pp 0, dp 1, tp 0\)",

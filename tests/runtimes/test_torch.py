@@ -40,7 +40,7 @@ def test_what_schedules_refuse() -> None:
         SCHEDULES["zbv"].check("zbv", 3, 2, 4)
     with pytest.raises(slapo.SlapoError, match="two or more stages on each of pp=2"):
         SCHEDULES["interleaved_1f1b"].check("interleaved_1f1b", 2, 2, 4)
-    with pytest.raises(slapo.SlapoError, match="micro_batches=3 is no multiple"):
+    with pytest.raises(slapo.SlapoError, match="micro_batches=3 is not a multiple"):
         SCHEDULES["interleaved_1f1b"].check("interleaved_1f1b", 4, 2, 3)
     with pytest.raises(slapo.SlapoError, match="at least as many micro-batches as ranks"):
         SCHEDULES["1f1b"].check("1f1b", 4, 4, 2)

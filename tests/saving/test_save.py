@@ -429,7 +429,7 @@ SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda s: rewrite(s, lambda m: m.update(format=2, versions={"slapo": "9.0"})),
         "format 2, and this slapo reads format 1; install the one that wrote it: 9.0",
     ),
-    "no manifest": (lambda s: os.remove(s / MANIFEST), "no step that engine.save has completed"),
+    "no manifest": (lambda s: os.remove(s / MANIFEST), "engine.save has not completed it"),
     "a damaged manifest": (lambda s: flip(s / MANIFEST, 0), "is damaged"),
     "an entry that is gone": (lambda s: rewrite(s, lambda m: m.pop("groups")), "is damaged"),
     "another class": (

@@ -53,7 +53,6 @@ class StageLayer(nn.Module):
         self.leaving: Boundary | None = None
 
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Any:
-        """Unpack, run the stage, pack."""
         tensors = (inputs,) if isinstance(inputs, Tensor) else inputs
         if self.stage.index > 0:
             assert self.arriving is not None, "told before the tensors came"

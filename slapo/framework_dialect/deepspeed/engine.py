@@ -200,7 +200,6 @@ class DeepSpeedEngine(Engine):
             self.grad_norm = None if norm is None else torch.as_tensor(norm, device=self.device)
 
     def renew_masters(self) -> None:
-        """See :meth:`Engine.renew_masters`."""
         refresh = getattr(self.engine.optimizer, "refresh_fp32_params", None)
         if refresh is not None:
             refresh()
@@ -222,31 +221,26 @@ class DeepSpeedEngine(Engine):
 
     @contextmanager
     def steppers(self) -> Iterator[list[torch.optim.Optimizer]]:
-        """See :meth:`Engine.steppers`."""
         own = None if self.optimizer is None else self.engine.optimizer
         yield [] if own is None else inner_optimizers(getattr(own, "optimizer", own))
 
     def slots_changed(self) -> None:
-        """See :meth:`Engine.slots_changed`."""
         link = getattr(self.engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
         if link is not None:
             link()
 
     @property
     def kind(self) -> str:
-        """See :attr:`Engine.kind`."""
         return f"deepspeed, ZeRO {self.settings.zero}"
 
     @property
     def loss_scale(self) -> tuple[float, int] | None:
-        """See :attr:`Engine.loss_scale`."""
         scaler = getattr(self.engine.optimizer, "loss_scaler", None)
         if self.options.half is not torch.float16 or scaler is None:
             return None
         return float(scaler.cur_scale), scaler.cur_iter - scaler.last_overflow_iter - 1
 
     def set_loss_scale(self, scale: float, steps: int) -> None:
-        """See :meth:`Engine.set_loss_scale`."""
         scaler = self.engine.optimizer.loss_scaler
         scaler.cur_scale, scaler.last_overflow_iter = scale, scaler.cur_iter - steps - 1
 
@@ -265,7 +259,6 @@ class ZeroEngine(DeepSpeedEngine):
             return {name: t.detach().clone() for name, t in super().state_dict().items()}
 
     def load_state_dict(self, state: Any, strict: bool = True) -> None:
-        """See :meth:`Engine.load_state_dict`; under ZeRO-3 a collective."""
         if self.settings.zero < 3:
             super().load_state_dict(state, strict)
             return
@@ -274,7 +267,6 @@ class ZeroEngine(DeepSpeedEngine):
         self.renew_masters()
 
     def held(self) -> list[Held]:
-        """See :meth:`Engine.held`; under ZeRO-3 those are ranges of flattened tensors."""
         held = super().held()
         if self.settings.zero < 3:
             return held
@@ -294,7 +286,6 @@ class ZeroEngine(DeepSpeedEngine):
 
     @contextmanager
     def steppers(self) -> Iterator[list[torch.optim.Optimizer]]:
-        """See :meth:`Engine.steppers`."""
         own = self.engine.optimizer
         is_divided = self.settings.zero == 3 and self.optimizer is not None
         if is_divided:  # it has its parameters during a step only
@@ -307,7 +298,6 @@ class ZeroEngine(DeepSpeedEngine):
                 own._clear_fp32_optimizer_param_groups()
 
     def renew_masters(self) -> None:
-        """See :meth:`Engine.renew_masters`."""
         super().renew_masters()
         if self.settings.zero == 3 and self.optimizer is not None:
             from deepspeed.utils import safe_set_local_fp32_param  # optional package
@@ -390,7 +380,6 @@ class PipeEngine(DeepSpeedEngine):
     _form: Any = None
 
     def drive(self, engine: Any) -> None:
-        """See :meth:`DeepSpeedEngine.drive`."""
         super().drive(engine)
         engine.around_step = self._around_step
 

@@ -62,7 +62,7 @@ def initialize(
     `optimizer` is None if the config describes one, `mpu` is None for a ``PipelineModule``.
     """
     for parameter in model.parameters():
-        # DeepSpeed counts in the gradient's norm what is no slice on one rank only.
+        # DeepSpeed counts in the gradient's norm what is not a slice on one rank only.
         sharded = is_counted_slice(parameter)
         parameter.model_parallel = sharded  # type: ignore[attr-defined]
         parameter.tensor_model_parallel = sharded  # type: ignore[attr-defined]

@@ -105,7 +105,6 @@ class DeepSpeedRuntime(MeshRuntime):
         return super().stages_of_this_rank(n_stages)
 
     def lower(self, lowering: Lowering) -> tuple[Any, Any]:
-        """The engine and DeepSpeed's optimizer."""
         if self.plain is not None:
             return lower_plain(lowering, self.plain)
         mesh = self.options.mesh

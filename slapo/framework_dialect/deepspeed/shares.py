@@ -99,7 +99,6 @@ class Share(HeldRange):
     """A parameter of which ZeRO stage 3 leaves this rank a range."""
 
     def parts(self) -> Iterator[tuple[Tensor, Pieced]]:
-        """See :meth:`Held.parts`."""
         flat = cast(Any, self.tensor).ds_tensor
         yield from HeldRange.of(self, flat, self.start, self.at, self.count).parts()
 

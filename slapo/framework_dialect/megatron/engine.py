@@ -256,24 +256,20 @@ class MegatronEngine(Engine):
 
     @contextmanager
     def steppers(self) -> Iterator[list[torch.optim.Optimizer]]:
-        """See :meth:`Engine.steppers`."""
         parts = [] if self.optimizer is None else chained(self.optimizer)
         given = [part.optimizer for part in parts if part.optimizer is not None]
         yield [each for optimizer in given for each in inner_optimizers(optimizer)]
 
     @property
     def kind(self) -> str:
-        """See :attr:`Engine.kind`."""
         return "megatron, distributed" if self.options.distributed_optimizer else "megatron"
 
     @property
     def loss_scale(self) -> tuple[float, int] | None:
-        """See :attr:`Engine.loss_scale`."""
         scaler = self._scaler()
         return None if scaler is None else (float(scaler.scale), scaler._growth_tracker)
 
     def set_loss_scale(self, scale: float, steps: int) -> None:
-        """See :meth:`Engine.set_loss_scale`."""
         scaler = self._scaler()
         scaler._scale.fill_(scale)
         scaler._growth_tracker = steps
@@ -284,7 +280,6 @@ class MegatronEngine(Engine):
         return chained(self.optimizer)[0].grad_scaler
 
     def renew_masters(self) -> None:
-        """See :meth:`Engine.renew_masters`."""
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 

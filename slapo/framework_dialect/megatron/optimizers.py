@@ -57,7 +57,7 @@ def make_optimizer(
     inner = make_torch_optimizer(options.optimizer, lowering.trainable(), device)
     core, half = megatron_core(), options.half
     copies = half is not None and options.mesh.shape[2] > 1
-    flat = "Megatron-Core's float32 copies of slices are no slices to Slapo" if copies else None
+    flat = "Megatron-Core's float32 copies of slices are not slices to Slapo" if copies else None
     place_steps(inner, lowering, lambda: lowering.tp_group, flat)
     config = core.optimizer.OptimizerConfig(
         clip_grad=options.clip_grad_norm or 0.0,

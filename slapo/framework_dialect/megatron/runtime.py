@@ -31,7 +31,6 @@ class MegatronRuntime(MeshRuntime):
         check_groups(sch, self.options.mesh)
 
     def lower(self, lowering: Lowering) -> tuple[Any, Any]:
-        """The engine and Megatron-Core's optimizer."""
         # torch's fsdp, which it imports for a helper beside, takes two seconds.
         from slapo.framework_dialect.megatron.engine import MegatronEngine
 

@@ -140,24 +140,20 @@ class TorchEngineBase(Engine):
     renew_masters = _drop_gathered
 
     def held(self) -> list[Held]:
-        """See :meth:`Engine.held`."""
         self._drop_gathered()
         return super().held()
 
     @property
     def kind(self) -> str:
-        """See :attr:`Engine.kind`."""
         over = f" over {self.options.shard_size}" if self.options.shard_size else ""
         return f"torch, {self.options.data_parallel}{over}"
 
     @property
     def loss_scale(self) -> tuple[float, int] | None:
-        """See :attr:`Engine.loss_scale`."""
         scale = self._loss_scale
         return None if scale is None else (scale.value, scale.steps)
 
     def set_loss_scale(self, scale: float, steps: int) -> None:
-        """See :meth:`Engine.set_loss_scale`."""
         if self._loss_scale is not None:
             self._loss_scale.value, self._loss_scale.steps = scale, steps
 

@@ -50,7 +50,6 @@ class StageRunner(nn.Module):
         self._device, self._autocast = device, autocast
 
     def forward(self, *received: Tensor) -> Any:
-        """Run the next micro-batch."""
         number, self.number = self.number, self.number + 1
         if self._inputs_of is not None:
             received = tuple(self._inputs_of(number))
@@ -70,12 +69,10 @@ class _ContiguousGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        """The tensor itself."""
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """The gradient, in one piece."""
         return gradients[0].contiguous()
 
 

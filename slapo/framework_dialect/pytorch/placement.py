@@ -62,7 +62,7 @@ class PipelineSchedule:
         if self.stages_per_rank is None and micro_batches % pp:
             raise SlapoError(
                 f"pipeline_schedule={name!r} sends micro-batches in rounds of pp={pp}, and "
-                f"micro_batches={micro_batches} is no multiple of it; change one of them"
+                f"micro_batches={micro_batches} is not a multiple of it; change one of them"
             )
 
 

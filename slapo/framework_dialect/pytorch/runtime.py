@@ -26,7 +26,6 @@ class TorchRuntime(MeshRuntime):
         return self.fills_shares or super().reads_weights
 
     def stages_of_this_rank(self, n_stages: int) -> tuple[int, ...]:
-        """As the pipeline schedule places them."""
         if n_stages == 1:
             return super().stages_of_this_rank(1)
         options = self.options
@@ -35,7 +34,6 @@ class TorchRuntime(MeshRuntime):
         return options.schedule.stages_of(options.mesh.get_local_rank("pp"), n_stages, pp)
 
     def lower(self, lowering: Lowering) -> tuple[Any, Any]:
-        """The engine and the optimizer."""
         # torch.distributed.pipelining and fsdp take two seconds to import.
         from slapo.framework_dialect.pytorch.engine import TorchEngine
         from slapo.framework_dialect.pytorch.pipeline import TorchPipelineEngine

@@ -143,7 +143,7 @@ def _paths_of(modules: dict[str, nn.Module]) -> dict[str, str]:
 
 
 def _python_type(node: fx.Node, gm: HasGraph) -> Any:
-    """The type of a value that is no tensor, as far as the graph shows it; None for all others."""
+    """The type of a value that is not a tensor, if the graph shows it; None for all others."""
     if node.op == "placeholder":
         return node.type if node.type in _SCALARS else _scalar_type(*node.args)
     if node.op == "get_attr":

@@ -64,13 +64,11 @@ class Call(nn.Module):
         self.target = target
 
     def extra_repr(self) -> str:
-        """Show the function."""
         if isinstance(self.target, str):
             return f".{self.target}"
         return getattr(self.target, "__name__", repr(self.target))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
         if isinstance(self.target, str):
             return getattr(args[0], self.target)(*args[1:], **kwargs)
         return self.target(*args, **kwargs)

@@ -67,7 +67,7 @@ class Call:
 
 
 def key_of(node: fx.Node, modules: ModuleLookup) -> Key:
-    """Name the operator of a node, the same for all its spellings; None for what is no call."""
+    """Name the operator of a call, the same for all its spellings; None for other nodes."""
     return _identify(node, modules)[0]
 
 

@@ -44,7 +44,6 @@ class SubgraphView(fx.GraphModule):
         return self._graph.python_code("self").src
 
     def recompile(self) -> Any:
-        """Follow a change of the graph."""
         self.__dict__[_CODE] = code_of(self._graph)
 
     def forward(self, *inputs: Any) -> Any:

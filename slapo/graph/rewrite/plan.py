@@ -105,7 +105,7 @@ def lay_out(
 
 
 def in_order(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node]:
-    """Put the nodes of a subgraph in graph order; refuse what is no operation of the graph."""
+    """Put the nodes of a subgraph in graph order; refuse nodes that are not operations of it."""
     unique = set(nodes)
     for node in unique:
         if not isinstance(node, fx.Node):

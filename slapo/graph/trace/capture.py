@@ -264,7 +264,7 @@ class _Example:
 
 
 def _without_past(value: Tensor) -> Tensor:
-    """A tensor like `value`, marked as one whose sizes may differ; a copy where it is no leaf."""
+    """A tensor like `value`, marked as one of varying sizes; a copy where it is not a leaf."""
     if type(value) not in (Tensor, nn.Parameter, FakeTensor):
         raise TraceError(
             f"an argument is a {type(value).__name__}, whose operations no graph shows; pass plain "

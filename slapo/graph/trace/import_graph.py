@@ -202,13 +202,13 @@ class GraphImport:
         return self._nodes[id(value)]
 
     def _outside(self, value: Tensor) -> fx.Node:
-        """A tensor that is no input: of the module by name, of others as it is."""
+        """A tensor that is not an input: of the module by name, of others as it is."""
         name = self._names.get(id(value))
         if name is not None:
             return self.graph.get_attr(name)
         if isinstance(value, nn.Parameter):
             raise TraceError(
-                "the forward uses a parameter of a module that is no child of it; register that "
+                "the forward uses a parameter of a module that is not a child of it; register that "
                 "module as a child"
             )
         known = (*tensors(self.arguments), *self.root.parameters(), *self.root.buffers())

@@ -83,7 +83,7 @@ def rebuild(value: Any, items: list[Any]) -> Any:
 
 
 def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """`value` with `function` applied to everything in it that is no container."""
+    """`value` with `function` applied to everything in it that is not a container."""
     elements = parts(value)
     if elements is None:
         return function(value)
@@ -91,7 +91,7 @@ def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Everything in `value` that is no container, in order."""
+    """Everything in `value` that is not a container, in order."""
     elements = parts(value)
     if elements is None:
         yield value

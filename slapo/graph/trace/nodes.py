@@ -76,7 +76,7 @@ class HeldTensor:
 
 @dataclass(frozen=True, eq=False)
 class HeldModule:
-    """Target of a node that calls a module which is no child, so that names and state stay."""
+    """Target of a node that calls a module which is not a child, so that names and state stay."""
 
     module: nn.Module
 

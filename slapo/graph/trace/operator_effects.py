@@ -1,7 +1,7 @@
 """Effects of one call: its writes, the tensors its result may view, its random draws.
 
 Torch has the effects of its operators in schemas and tags. This table has the calls without them:
-Python's operators, functions that are no operators, and modules. A module whose code cannot be seen
+Operators of Python, other functions, and modules. A module whose code cannot be seen
 writes to its inputs only if its ``inplace`` is true: to suspect all would refuse every chain in a
 residual block, whose input is read again behind it.
 """

@@ -88,7 +88,7 @@ def surroundings(root: nn.Module, any_batch: bool) -> Iterator[list[Effect]]:
         addresses = ("og_module_named_parameters_fn_ptr", "og_module_named_buffers_fn_ptr")
         for home, name in itertools.product((builder, output_graph), addresses):
             enter(mock.patch.object(home, name, None, create=True))
-        # Which kernel a convolution would take for some sizes is no condition on them.
+        # Which kernel a convolution would take for some sizes is not a condition on them.
         for name in ("_select_conv_backend", "_conv_determine_backend_memory_format"):
             ask = partial(_unconditionally, getattr(torch._C, name))
             enter(mock.patch.object(torch._C, name, ask))
@@ -225,7 +225,7 @@ def one_device(root: nn.Module) -> Iterator[None]:
         return
     made: dict[int, Tensor] = {}
     replaced = [slot for slot in tensor_slots(root) if not slot[2].is_meta]
-    # What torch.tensor(..., device="meta") makes is no fake tensor, even among fake ones.
+    # What torch.tensor(..., device="meta") makes is not a fake tensor, even among fake ones.
     name = "allow_non_fake_inputs_override"
     try:
         for table, key, tensor in replaced:

@@ -198,7 +198,7 @@ class _Tracer(fx.Tracer):
         return False
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Modules that the forward itself makes are no children, and are run."""
+        """Modules that the forward itself makes are not children, and are run."""
         if m not in self._below:
             return forward(*args, **kwargs)
         return super().call_module(m, forward, args, kwargs)

@@ -113,7 +113,7 @@ class Verify:
         if self.enable:
             if self.sch.world_size > 1 and not has_peers(self.sch.group):
                 raise SlapoError(
-                    f"Verify compares numbers of {self.sch.world_size} ranks, but this group is a "
+                    f"Verify compares values of {self.sch.world_size} ranks, but this group is a "
                     "fake one, whose other ranks do not exist; verify in real processes: torchrun "
                     "--nproc-per-node 2, over gloo where there is no GPU, or pass enable=False"
                 )

@@ -82,7 +82,6 @@ class Widened(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call `func` with other dtypes."""
         if _CONVERSIONS.get(func) in self.dtypes:
             return args[0].to(self.wide)
         args = tuple(self._wider(arg) for arg in args)

@@ -80,7 +80,6 @@ class DropoutRecorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call `func`, without chance."""
         kwargs = dict(kwargs or {})
         if func in _DROPS:
             args = self._kept_whole(func, args, kwargs)

@@ -46,7 +46,7 @@ def multiplied(call: Call, equation: str, left: Place, right: Place) -> Place:
         if place.is_slice
     ]
     if any(place.kind == "masked" for place in (left, right)) or not slices:
-        raise call.misfit("masked tokens, and random numbers of a rank's own, are no factors")
+        raise call.misfit("masked tokens and per-rank random numbers cannot be factors")
     letter, first = slices[0]
     for each, place in zip(names, (left, right), strict=True):
         axis = each.find(letter)
@@ -161,7 +161,7 @@ def convolution_backward(call: Call) -> list[Place]:
         of_x = multiplied_or_whole(call, f"bo,{io}->bi", grad, weight) if mask[0] else WHOLE
         of_weight = multiplied_or_whole(call, f"bo,bi->{io}", grad, x) if mask[1] else WHOLE
         places = [of_x, of_weight, _summed_to_channels(grad)]
-    # What is not wanted is no tensor.
+    # Gradients that are not wanted are None.
     return [place for place, wanted in zip(places, mask, strict=True) if wanted]
 
 

@@ -1,4 +1,4 @@
-"""Rules of losses over a vocabulary that is over the ranks: they communicate by themselves."""
+"""Rules of losses over a vocabulary that is sharded over ranks: they communicate by themselves."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def gradients(call: Call) -> Sequence[Place]:
 def _by_tokens(call: Call, place: Place, of_labels: Place, vocabulary: int) -> Place:
     """Where losses lie of which each rank computes those of its tokens, with no other's help."""
     if place.is_partial:
-        raise call.misfit("a cross entropy is not linear, and what it is given is a partial sum")
+        raise call.misfit("a cross entropy is not linear, and its input is a partial sum")
     if place.is_slice and place.dim == vocabulary:
         raise call.misfit(
             "each rank has a part of the vocabulary, and no group is said to have the rest"

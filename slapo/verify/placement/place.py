@@ -126,7 +126,7 @@ class Place:
 
     def __str__(self) -> str:
         if self.kind == OWN:
-            text = "random numbers of this rank's own"
+            text = "per-rank random numbers"
         elif self.kind == MASKED:
             text = f"tokens masked for rows {self.rows[0]} to {sum(self.rows) - 1}"
         else:
@@ -148,7 +148,7 @@ class Fault(Enum):
 
     GROUP = "another group than the schedule's"
     SAME_DRAWS = "shards with the random numbers that all ranks share"
-    OWN_DRAWS = "whole tensors with random numbers of each rank's own"
+    OWN_DRAWS = "whole tensors with per-rank random numbers"
     DRAWS_FOR_PARTIAL = "a random mask on a partial sum"
     BLOCKS = "shards in other blocks than those they meet"
     PACKED = "packed parts that are sharded as one block"

@@ -241,14 +241,17 @@ def _linear(call: Call) -> list[Place]:
     name, places = call.name, call.places
     rounds = name in ("div", "true_divide") and call.get("rounding_mode") is not None
     if rounds or any(not (out.is_floating_point() or out.is_complex()) for out in call.outs):
-        raise call.misfit("it rounds what is a partial sum, that no rank has reduced")
+        raise call.misfit("it rounds a partial sum that is not reduced")
     partial = next(place for place in places if place.is_partial)
     at = [index for index, place in enumerate(places) if place.is_partial]
     summands = all(place.is_partial or place.is_zero for place in places)
     if name in _ADDITIVE:
         if summands and not any(isinstance(a, (int, float)) and a for a in call.args[:2]):
             return [partial] * len(call.outs)
-        raise call.misfit("a partial sum is added to what is none: that would count once per rank")
+        raise call.misfit(
+            "a partial sum is added to a tensor that is not partial, which would count "
+            "once per rank"
+        )
     if name == "where":
         chosen = all(place.is_partial or place.is_zero for place in places[1:])
         if chosen and places[0].is_whole and call.tensors[0].dtype is torch.bool:
@@ -260,9 +263,7 @@ def _linear(call: Call) -> list[Place]:
             return [partial] * len(call.outs)
     elif at[0] in _LINEAR_IN.get(name, ()) and others_whole(places):
         return [partial] * len(call.outs)
-    raise call.misfit(
-        "it is not linear, and what it is given is a partial sum that no rank has reduced"
-    )
+    raise call.misfit("it is not linear, and its input is a partial sum that is not reduced")
 
 
 def others_whole(places: list[Place]) -> bool:
@@ -284,7 +285,7 @@ def like(call: Call) -> list[Place]:
         return [place] * len(call.outs)
     zero = call.name in _ZERO
     return [
-        # A random mask may be drawn into it, for what is no mask's.
+        # A random mask may be drawn into it, for what is not a mask's.
         Place(uniform=frozenset(range(out.ndim)), is_zero=zero, blank_of=place.birth)
         for out in call.outs
     ]
@@ -329,7 +330,7 @@ def along_one(call: Call) -> list[Place]:
     if place.is_partial:
         if call.name in ("cumsum", "flip"):
             return [PARTIAL_SUM] * len(call.outs)
-        raise call.misfit("it is not linear, and what it is given is a partial sum")
+        raise call.misfit("it is not linear, and its input is a partial sum")
     if place.dim in {dim % call.tensors[0].ndim for dim in dims}:
         raise call.misfit(f"it runs along dimension {place.dim}, of which each rank has a slice")
     return [place] * len(call.outs)

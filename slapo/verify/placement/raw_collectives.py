@@ -36,7 +36,9 @@ def raw_collective(
     if name in ("allreduce_", "all_reduce", "all_reduce_"):
         _check_sum(args, kwargs)
         if not all(place.is_partial for place in places):
-            raise PlacementViolation(f"it sums over the ranks what is no partial sum; {_REMEDY}")
+            raise PlacementViolation(
+                f"it sums a tensor over the ranks that is not a partial sum; {_REMEDY}"
+            )
         return _summed(name, args, tensors)
     if name in ("wait_tensor", "_wrap_tensor_autograd", "barrier"):
         return tensors[0] if tensors else _work()
@@ -70,7 +72,7 @@ def _check_sum(args: Any, kwargs: dict[str, Any]) -> None:
     """Refuse a maximum or another reduction than a sum."""
     names = [value.lower() for value in (*args, *kwargs.values()) if isinstance(value, str)]
     if any(name in ("avg", "max", "min", "product") for name in names) or not _asked_for_sum():
-        raise PlacementViolation(f"it is no sum over the ranks; {_REMEDY}")
+        raise PlacementViolation(f"it is not a sum over the ranks; {_REMEDY}")
 
 
 def _asked_for_sum() -> bool:

@@ -60,7 +60,7 @@ def reduced(call: Call) -> list[Place]:
     """Over other dimensions each slice by itself; no summands."""
     place, ndim = call.places[0], call.tensors[0].ndim
     if place.is_partial:
-        raise call.misfit("it is not linear, and what it is given is a partial sum")
+        raise call.misfit("it is not linear, and its input is a partial sum")
     dims = {-1 % ndim} if call.name in ("topk", "sort") and call.get("dim") is None else call.dims()
     if not place.is_slice or place.dim in dims:
         raise call.misfit(f"it runs over dimension {place.dim}, of which each rank has a slice")
@@ -127,7 +127,7 @@ def norm(call: Call) -> list[Place]:
     weights = [p for t, p in zip(call.tensors, call.places, strict=True) if t.ndim <= count]
     first = rows[0]
     if any(place.is_partial for place in rows):
-        raise call.misfit("it is not linear, and what it is given is a partial sum")
+        raise call.misfit("it is not linear, and its input is a partial sum")
     if not (first.is_slice and first.dim < call.tensors[0].ndim - count):
         raise call.misfit("it needs all of the normalized dimensions on one rank")
     if not all(place.same(first) for place in rows) or not all(p.is_whole for p in weights):
@@ -148,9 +148,7 @@ def batch_norm(call: Call) -> list[Place]:
     for tensor, place in zip(call.tensors, call.places, strict=True):
         wanted = first if tensor.ndim > 1 else first.anew(0)
         if tensor.numel() and not place.same(wanted):
-            raise call.misfit(
-                "channels, and what there is one of for each, have different placements"
-            )
+            raise call.misfit("the channels and the per-channel tensors have different placements")
     return [first if out.ndim > 1 else first.anew(0) for out in call.outs]
 
 
@@ -168,9 +166,7 @@ def group_norm(call: Call) -> list[Place]:
     for tensor, place in zip(call.tensors, call.places, strict=True):
         wanted = first.anew(0 if tensor.ndim == 1 else 1)
         if not place.same(wanted):
-            raise call.misfit(
-                "channels, and what there is one of for each, have different placements"
-            )
+            raise call.misfit("the channels and the per-channel tensors have different placements")
     return [first.anew(0 if out.ndim == 1 else 1) for out in call.outs]
 
 
@@ -194,7 +190,7 @@ def attention(call: Call) -> list[Place]:
     ]
     first = big[0][1]
     if any(place.is_partial for _, place in big):
-        raise call.misfit("it is not linear, and what it is given is a partial sum")
+        raise call.misfit("it is not linear, and its input is a partial sum")
     if not first.is_slice or first.dim > 1 or not all(p.same(first) for _, p in big):
         shown = ", ".join(str(place) for _, place in big)
         raise call.misfit(f"query, key and value have different placements: {shown}")

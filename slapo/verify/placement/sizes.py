@@ -83,7 +83,6 @@ class Calls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run it."""
         self.number, self.name = self.number + 1, getattr(func, "__name__", "")
         out = func(*args, **(kwargs or {}))
         self.name = ""
@@ -102,7 +101,6 @@ class OperationLog(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Follow the operation."""
         kwargs = kwargs or {}
         if func.namespace == "prim" or self.quiet:  # an error in the first would end the process
             return func(*args, **kwargs)
@@ -133,7 +131,7 @@ class OperationLog(TorchDispatchMode):
         return self in _get_current_dispatch_mode_stack()
 
     def run_unseen(self, step: Step, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """A step of tensor parallelism is no operation of the model."""
+        """A step of tensor parallelism is not an operation of the model."""
         with self.unseen():
             return function(*args, **kwargs)
 
@@ -164,7 +162,7 @@ def _shape(tensor: Tensor) -> Shape:
 
 
 def _numbers(func: Any, args: Any, kwargs: Any, whole: Whole) -> tuple[Any, ...]:
-    """Where a slice begins, over all ranks; of others what is no size: factors, fractions."""
+    """Where a slice begins, over all ranks; of others what is not a size: factors, fractions."""
     if name_of(func).startswith(ATTENTION):  # heads of keys, which it may repeat
         return (whole(argument(func, args, kwargs, "key"))[1],)
     if name_of(func) != "slice":

@@ -28,7 +28,7 @@ def by_channels(call: Call) -> list[Place]:
     if first.is_partial and call.name.startswith(_LINEAR):
         return [PARTIAL_SUM] * len(call.outs)
     if not first.is_slice:
-        raise call.misfit("it is not linear, and what it is given is a partial sum")
+        raise call.misfit("it is not linear, and its input is a partial sum")
     if first.dim >= call.outs[0].ndim - pixels:
         raise call.misfit("it mixes pixels, of which each rank has a slice")
     if not all(place.same(first) for place in call.places):

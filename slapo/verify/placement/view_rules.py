@@ -263,7 +263,7 @@ def cat(call: Call) -> list[Place]:
     if first.is_partial:
         if all(place.is_partial or place.is_zero for _, place in parts):
             return [first]
-        raise call.misfit("it joins partial sums with what is none")
+        raise call.misfit("it joins partial sums with tensors that are not partial")
     joins_slices = first.dim == axis
     for _, place in parts:
         constant = place.is_whole and first.dim in place.uniform and not joins_slices
@@ -344,7 +344,7 @@ def _sliced_indices(call: Call) -> list[Place]:
     given = [tensor for tensor in chosen if tensor is not None]
     if table.is_whole and len(given) == 1 and chosen[0] is not None:
         return [call.places[1]]
-    raise call.misfit("indices that differ between ranks choose from what is no whole table")
+    raise call.misfit("indices that differ between ranks choose from a table that is not whole")
 
 
 @rule_for("index_select", "gather")
@@ -382,7 +382,7 @@ def _put_in(call: Call) -> list[Place]:
                 f"it writes along dimension {target.dim}, of which each rank has a slice"
             )
         return [target]
-    raise call.misfit("what is put in has another placement than what takes it")
+    raise call.misfit("the inserted tensor has another placement than the destination")
 
 
 @rule_for("scatter", "scatter_add")
@@ -398,7 +398,7 @@ def scatter(call: Call) -> list[Place]:
     for tensor, place in zip(call.tensors, call.places, strict=True):
         constant = place.is_zero or first.dim in place.uniform
         if not (place.same(first) or constant) or tensor.shape[first.dim] != size:
-            raise call.misfit("what is put in, where, and what takes it have different placements")
+            raise call.misfit("values, indices and destination have different placements")
     return [first]
 
 
@@ -430,7 +430,7 @@ def _put_slices(call: Call, target: Place, source: Place) -> Place:
         raise call.misfit("it puts slices of rows in, where each rank has others")
     if target.same(source.along(dim)) or target.is_zero or dim in target.uniform:
         return source.along(dim)
-    raise call.misfit("what is put in has another placement than what takes it")
+    raise call.misfit("the inserted tensor has another placement than the destination")
 
 
 @rule_for("index_fill")
@@ -448,7 +448,7 @@ def halves(call: Call) -> list[Place]:
     place, tensor = call.places[-1], call.tensors[-1]
     axis = call.get("dim") % tensor.ndim
     if not place.is_slice:
-        raise call.misfit("it is not linear, and what it is given is a partial sum")
+        raise call.misfit("it is not linear, and its input is a partial sum")
     half = place
     if place.dim == axis:
         blocks = place.blocks_in(tensor.shape[axis])
