@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from functools import partial
-from multiprocessing.connection import Connection
-from statistics import median
 from typing import Any
 
 import torch
@@ -14,8 +10,8 @@ import torch
 import slapo
 from benchmark import report
 from benchmark.measure import Progress, Result, Target, on_ranks, quiet
-from benchmark.tuning_ranks import batch_of, join, leave, timed_steps
-from benchmark.tuning_space import WORK, Work, machines, token_loss
+from benchmark.tuning_ranks import train_main
+from benchmark.tuning_space import TINY, WORK, Work, machines, token_loss
 from slapo.autotune import Refused, tune
 from slapo.autotune.space import survey
 from slapo.cost.suggestions import ENGINES, RATIOS, Suggestion
@@ -24,16 +20,26 @@ from slapo.cost.suggestions import ENGINES, RATIOS, Suggestion
 FIRST = 3
 
 
-def space(choose: Callable[[str, list[Any]], Any], samples: int = WORK.samples) -> dict[str, Any]:
+def space(choose: Callable[[str, list[Any]], Any]) -> dict[str, Any]:
     """All layouts that ``suggest`` may try for two processes, each micro-batch for each of them."""
-    layout = choose("layout", [[2, 1, 1], [1, 2, 1], [1, 1, 2]])
-    _, pp, dp = layout
+    tp, pp, dp = choose("layout", [[2, 1, 1], [1, 2, 1], [1, 1, 2]])
     engine = choose("engine", list(range(len(ENGINES)))) if dp > 1 else 0
     micro = choose("micro_batch", [1, 2, 4, 8])
-    if micro * dp * pp > samples:
+    if micro * dp * pp > WORK.samples:
         raise Refused("more samples than a step has")
-    ratio = choose("ckpt_ratio", list(RATIOS))
-    return {"layout": layout, "engine": engine, "micro_batch": micro, "ckpt_ratio": ratio}
+    return {
+        "tp": tp,
+        "pp": pp,
+        "dp": dp,
+        "engine": engine,
+        "micro_batches": WORK.samples // dp // micro,
+        "checkpoint": choose("ckpt_ratio", list(RATIOS)),
+    }
+
+
+def quick_space(choose: Callable[[str, list[Any]], Any]) -> dict[str, Any]:
+    """The layouts alone."""
+    return space(lambda name, values: choose(name, values if name == "layout" else values[:1]))
 
 
 def run(quick: bool, progress: Progress) -> Result:
@@ -42,17 +48,15 @@ def run(quick: bool, progress: Progress) -> Result:
     Parameters
     ----------
     quick
-        A tiny model and one engine.
+        A tiny model and three layouts.
     progress
         Gets a line for each layout.
     """
-    tiny = Work(hidden=32, layers=2, heads=2, vocabulary=64, length=16, samples=4, steps=3)
-    work = tiny if quick else WORK
+    work = TINY if quick else WORK
     with quiet():
-        machine = machines(report.RESULTS / "tuning_machines.json", progress)[2]
         suggested = slapo.suggest(
             work.config(),
-            machine=machine,
+            machine=machines(report.RESULTS / "tuning_machines.json", progress)[2],
             gpus=2,
             seq_len=work.length,
             batch=work.samples,
@@ -60,89 +64,60 @@ def run(quick: bool, progress: Progress) -> Result:
             dtype=torch.float32,
             loss_fn=token_loss,
         )
-        order = [_key(each) for each in suggested.fitting]
-        speeds = _measure(work, progress, quick)
-    rows = [
-        {
-            **dict(zip(("tp", "pp", "dp"), key[0], strict=True)),
-            "engine": " ".join(map(str, ENGINES[key[1]].values())),
-            "micro_batch": key[2],
-            "ckpt_ratio": key[3],
-            "suggestion": order.index(key) + 1 if key in order else "",
-            "predicted": round(suggested.fitting[order.index(key)].dry_run.throughput, 2)
-            if key in order
-            else "",
+        speeds = _measure(quick_space if quick else space, work, progress)
+    ranks = {_key(_point(each)): (n, each) for n, each in enumerate(suggested.fitting, 1)}
+    rows = []
+    for key, (point, speed) in sorted(speeds.items(), key=lambda item: -item[1][1]):
+        number, suggestion = ranks.get(key, ("", None))
+        row = {
+            **point,
+            "engine": " ".join(map(str, ENGINES[point["engine"]].values())),
+            "suggestion": number,
+            "predicted": round(suggestion.dry_run.throughput, 2) if suggestion else "",
             "samples_per_s": round(speed, 2),
         }
-        for key, speed in sorted(speeds.items(), key=lambda item: -item[1])
-    ]
-    best = rows[0]["suggestion"] or len(order) + 1
-    first = max((speeds[key] for key in order[:FIRST] if key in speeds), default=0.0)
-    progress(f"the fastest of {len(rows)} layouts is suggestion {best} of {len(order)}")
-    share = 1 - first / max(speeds.values())
+        rows.append(row)
+    best = rows[0]["suggestion"] or len(ranks) + 1
+    first = max((speeds[key][1] for key in list(ranks)[:FIRST] if key in speeds), default=0.0)
+    progress(f"the fastest of {len(rows)} layouts is suggestion {best} of {len(ranks)}")
+    loss = 1 - first / rows[0]["samples_per_s"]
     return Result(
         rows,
         [
             Target("suggestion that is the fastest measured layout", float(best), FIRST),
-            Target(f"loss of speed by the best of {FIRST} suggestions", share, 0.03),
+            Target(f"loss of speed by the best of {FIRST} suggestions", loss, 0.03),
         ],
     )
 
 
-def _measure(work: Work, progress: Progress, quick: bool) -> dict[Any, float]:
-    """Key of a layout -> samples per second, by a search of the whole space."""
-    found: dict[Any, float] = {}
-    points = partial(space, samples=work.samples)
+def _measure(
+    points: Callable[..., dict[str, Any]], work: Work, progress: Progress
+) -> dict[Any, tuple[dict[str, Any], float]]:
+    """Key of a layout -> its values and samples per second, by a search of the whole space."""
 
     def measure(point: dict[str, Any]) -> float:
-        key = tuple(point["layout"]), point["engine"], point["micro_batch"], point["ckpt_ratio"]
-        if quick and (key[1] or key[3]):
-            raise Refused("quick")
-        speed = found[key] = on_ranks(2, train_main, (2, key, work), progress)
-        progress(f"{speed:7.1f} samples/s: {key}")
+        options = {"attention": "auto", "sequence_parallel": point["tp"] > 1}
+        given = {**point, **options, "engine": ENGINES[point["engine"]]}
+        speed: float = on_ranks(2, train_main, (2, given, work), progress).throughput(work)
+        progress(f"{speed:7.1f} samples/s: {point}")
         return speed
 
-    tune(points, run=measure, trials=len(survey(points).points), seed=0)
-    return found
+    found = tune(points, run=measure, trials=len(survey(points).points), seed=0)
+    return {_key(t.values): (t.values, t.result) for t in found.trials if t.result is not None}
 
 
-def _key(suggestion: Suggestion) -> Any:
+def _point(suggestion: Suggestion) -> dict[str, Any]:
     layout = suggestion.dry_run.layout
     engine = {"target": layout.target}
     engine |= {"zero": layout.zero} if layout.zero else {"data_parallel": layout.data_parallel}
-    ratio = suggestion.options.get("ckpt_ratio", 0.0)
-    sizes = (layout.tp, layout.pp, layout.dp)
-    return sizes, ENGINES.index(engine), layout.micro, ratio
+    return {
+        **{name: getattr(layout, name) for name in ("tp", "pp", "dp")},
+        "engine": ENGINES.index(engine),
+        "micro_batches": layout.micro_batches,
+        "checkpoint": suggestion.options.get("ckpt_ratio", 0.0),
+    }
 
 
-def train_main(rank: int, ranks: int, key: Any, work: Work, store: str, pipe: Connection) -> None:
-    """Life of a rank that trains a layout; rank 0 sends samples per second."""
-    from transformers import GPT2LMHeadModel
-
-    logging.getLogger("slapo").setLevel(logging.WARNING)
-    join(rank, ranks, store)
-    (tp, pp, dp), engine, micro, ratio = key
-    mesh = slapo.init_mesh(pp=pp, dp=dp, tp=tp, device="cpu")
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(work.config()).train()
-    slapo.set_random_seed(0, mesh=mesh)
-    sch = slapo.apply_schedule(
-        model,
-        "gpt2",
-        mesh=mesh,
-        ckpt_ratio=ratio,
-        **({"pipeline_cuts": pp} if pp > 1 else {}),
-        **({"sequence_parallel": True} if tp > 1 else {}),
-    )
-    built, _ = slapo.build(
-        sch,
-        mesh=mesh,
-        loss_fn=token_loss,
-        optimizer=torch.optim.AdamW,
-        micro_batches=work.samples // dp // micro,
-        **ENGINES[engine],
-    )
-    batch = batch_of(work, work.samples // dp, mesh.get_local_rank("dp"))
-    for _ in range(work.warm_up):
-        built.train_batch(iter([batch]))
-    leave(rank, work.samples / median(timed_steps(built, batch, work)), pipe)
+def _key(point: dict[str, Any]) -> Any:
+    names = ("tp", "pp", "dp", "engine", "micro_batches", "checkpoint")
+    return tuple(point[name] for name in names)

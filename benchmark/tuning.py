@@ -26,7 +26,7 @@ from typing import Any
 from benchmark import report
 from benchmark.measure import Progress, Result, Target, kendall_tau, on_ranks, quiet
 from benchmark.tuning_ranks import Run, busy_seconds, train_main
-from benchmark.tuning_space import WORK, Work, machines, predict_for, ranks_of, space
+from benchmark.tuning_space import TINY, WORK, Work, machines, predict_for, ranks_of, space
 from slapo.autotune import point_key, tune
 from slapo.autotune.space import Point, survey
 from slapo.cost import Machine
@@ -82,9 +82,8 @@ def run(quick: bool, progress: Progress, folder: Path = report.RESULTS) -> Resul
         return result
     if not quick:
         return _run(_RecipeRun(space, WORK, PASSES, SEEDS, 20.0, folder), progress, result)
-    tiny = Work(hidden=32, layers=2, heads=2, vocabulary=64, length=16, warm_up=1, steps=3)
     with tempfile.TemporaryDirectory() as scratch:
-        job = _RecipeRun(quick_space, tiny, 1, SEEDS[:1], 0.5, Path(scratch), patience=0.0)
+        job = _RecipeRun(quick_space, TINY, 1, SEEDS[:1], 0.5, Path(scratch), patience=0.0)
         return _run(job, progress, result)
 
 

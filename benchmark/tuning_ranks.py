@@ -26,9 +26,9 @@ PATIENCE = timedelta(minutes=2)
 
 def calibrate_main(rank: int, ranks: int, seconds: float, store: str, pipe: Connection) -> None:
     """Life of a rank that measures the machine together with the others; rank 0 sends it."""
-    join(rank, ranks, store)
+    _join(rank, ranks, store)
     machine = calibrate(pipe.send if rank == 0 else lambda text: None, seconds)
-    leave(rank, machine, pipe)
+    _leave(rank, machine, pipe)
 
 
 @dataclass(frozen=True)
@@ -57,32 +57,26 @@ def train_main(
 ) -> None:
     """Life of a rank that trains a point; rank 0 sends the :class:`Run`."""
     logging.getLogger("slapo").setLevel(logging.WARNING)
-    join(rank, ranks, store)
+    _join(rank, ranks, store)
     mesh = slapo.init_mesh(pp=point["pp"], dp=point["dp"], tp=point["tp"], device="cpu")
     engine = _engine(point, work, mesh)
-    batch = batch_of(work, work.samples // point["dp"], mesh.get_local_rank("dp"))
+    batch = _batch(work, work.samples // point["dp"], mesh.get_local_rank("dp"))
     for _ in range(work.warm_up):
         engine.train_batch(iter([batch]))
+    seconds = []
     dist.barrier()
     busy, own, begin = busy_seconds(), time.process_time(), time.perf_counter()
-    seconds = timed_steps(engine, batch, work)
-    mine = torch.tensor(time.process_time() - own, dtype=torch.float64)
-    dist.all_reduce(mine)
-    passed = (time.perf_counter() - begin) * (os.cpu_count() or 1)
-    others = max(0.0, busy_seconds() - busy - mine.item()) / passed
-    leave(rank, Run(tuple(seconds), others), pipe)
-
-
-def timed_steps(engine: Any, batch: Any, work: Work) -> list[float]:
-    """Wall time of each step; all ranks begin each together."""
-    seconds = []
     for _ in range(work.steps):
         dist.barrier()
         start = time.perf_counter()
         engine.train_batch(iter([batch]))
         seconds.append(time.perf_counter() - start)
     dist.barrier()
-    return seconds
+    mine = torch.tensor(time.process_time() - own, dtype=torch.float64)
+    dist.all_reduce(mine)
+    passed = (time.perf_counter() - begin) * (os.cpu_count() or 1)
+    others = max(0.0, busy_seconds() - busy - mine.item()) / passed
+    _leave(rank, Run(tuple(seconds), others), pipe)
 
 
 def busy_seconds() -> float:
@@ -95,8 +89,7 @@ def busy_seconds() -> float:
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
-def batch_of(work: Work, samples: int, seed: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Random tokens with a mask, and the next tokens as targets."""
+def _batch(work: Work, samples: int, seed: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     torch.manual_seed(seed)
     tokens = torch.randint(work.vocabulary, (samples, work.length + 1))
     mask = torch.ones(samples, work.length, dtype=torch.long)
@@ -115,26 +108,24 @@ def _engine(point: Mapping[str, Any], work: Work, mesh: Any) -> Any:
     apply_schedule(sch, "gpt2", pipeline_cuts=stages, **recipe_options(point))
     engine, _ = slapo.build(
         sch,
-        target="torch",
         mesh=mesh,
         loss_fn=token_loss,
         optimizer=torch.optim.AdamW,
         micro_batches=point["micro_batches"],
         **({"pipeline_schedule": point["schedule"]} if "schedule" in point else {}),
+        **point.get("engine", {"target": "torch"}),
     )
     return engine
 
 
-def join(rank: int, ranks: int, store: str) -> None:
-    """Start ``torch.distributed`` on one thread."""
+def _join(rank: int, ranks: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=PATIENCE
     )
 
 
-def leave(rank: int, result: Any, pipe: Connection) -> None:
-    """Send the result of rank 0, and end together."""
+def _leave(rank: int, result: Any, pipe: Connection) -> None:
     if rank == 0:
         pipe.send(result)
     dist.barrier()

@@ -80,6 +80,8 @@ class Work:
 
 
 WORK = Work()
+#: Of a quick run.
+TINY = Work(hidden=32, layers=2, heads=2, vocabulary=64, length=16, warm_up=1, steps=3)
 
 
 def space(choose: Callable[[str, list[Any]], Any]) -> dict[str, Any]:

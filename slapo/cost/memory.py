@@ -204,8 +204,8 @@ def _replicated(held: list[HeldParameter], layout: Layout, update: Update) -> _S
 def _sharded(parts: StageParts, layout: Layout, update: Update) -> _State:
     """FSDP2, which also keeps the float32 copies where a model computes in half precision.
 
-    What is outside of layers is whole from the first forward to the last backward. In a pipeline
-    layers stay whole too.
+    Parameters outside of layers stay gathered from the first forward to the last backward. In a
+    pipeline those of layers do too.
     """
     held = list(parts.held.values())
     shares = layout.dp if layout.data_parallel == "fsdp" else 1

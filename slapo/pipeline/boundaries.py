@@ -132,7 +132,7 @@ class ShapeProbe:
         return describe_tensors(self.stage.sent, sent)
 
     def _run_for_real(self, received: Boundary, autocast: torch.dtype | None) -> Sequence[Tensor]:
-        """On zeros in place of parameters and buffers: an engine may have sharded the real."""
+        """Run on zeros instead of parameters and buffers, which an engine may have sharded."""
         devices = [] if self.device.type == "cpu" else [self.device]
         try:
             with (

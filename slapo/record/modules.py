@@ -89,8 +89,8 @@ class ModuleSpec(Part):
             with torch.random.fork_rng(devices=[]):
                 state = _state_of(self.revive())
         except Exception as error:  # of the constructor's: any
-            told = f"{type(error).__name__}: {error}"
-            return f"its constructor does not rebuild it ({told}); {_BY_A_FUNCTION}"
+            raised = f"{type(error).__name__}: {error}"
+            return f"its constructor does not rebuild it ({raised}); {_BY_A_FUNCTION}"
         if state == self.state:
             return ""
         given = ", ".join(f"{name}={describe(value)}" for name, value in self.kwargs.items())

@@ -32,7 +32,7 @@ COLUMNS = {
     "engines": {"target", "rank", "bare_ms", "engine_ms", "ratio", "wall_ratio", "peak_ratio"},
     "dry_run": {"kind", "config", "predicted_ms", "measured_ms", "error", "peak_gib", "mfu"},
     "tuning": {"tp", "pp", "dp", "predicted", "samples_per_s", "error"},
-    "suggest": {"tp", "pp", "dp", "engine", "micro_batch", "suggestion", "samples_per_s"},
+    "suggest": {"tp", "pp", "dp", "engine", "micro_batches", "suggestion", "samples_per_s"},
     "weights": {"what", "side", "share_mib", "read_mib", "peak_mib", "cpu_s"},
 }
 # They start processes, or record a model of Transformers.

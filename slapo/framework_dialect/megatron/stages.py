@@ -2,8 +2,8 @@
 
 These send one tensor of one dtype over a boundary. A stage of ours may send several: hidden states,
 masks, position tables, numbers of tokens. Their bytes travel side by side in a buffer, which comes
-back with the gradients of those that have any. Bytes are copied and never computed with, since they
-are not numbers of the buffer's dtype.
+back with the gradients of those that have any. Bytes are copied and never computed with, since
+they are not values of the buffer's dtype.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ def may_shuffle(step: Step, place: Place) -> bool:
 def given_by(step: Step, place: Place, given: Place) -> Place:
     """Where the result of a step lies: `given`, were all in order.
 
-    Of slices in blocks, what is gathered is in the order of the ranks; a scatter along the rows
-    gives such slices.
+    A gather of slices in blocks has the order of the ranks; a scatter along the rows gives such
+    slices.
     """
     if step in (ALL_GATHER, PAD) and place.blocks:
         return replace(given, shuffled=place.dim, order=place.blocks)
