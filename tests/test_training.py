@@ -206,6 +206,18 @@ def test_a_job_that_loses_a_rank_goes_on(tmp_path: Path) -> None:
     assert all(loss == wanted[step - 1] for step, loss in found)
 
 
+def test_without_tqdm_nothing_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The stand-in of torch prints each update at once, without a line of its own."""
+    monkeypatch.setattr(torch.hub, "tqdm", torch.hub._Faketqdm)
+    slapo.fit(engine(), batches(), steps=2, save=tmp_path / "run")
+    slapo.fit(engine(), batches(), steps=3, save=tmp_path / "run")
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert "%" not in printed.err
+
+
 # --- mistakes ------------------------------------------------------------------------------------
 def test_mistakes() -> None:
     with pytest.raises(ValueError, match="steps is 0; pass a whole number from 1 on"):
