@@ -11,7 +11,7 @@ from slapo.errors import with_nearest
 from slapo.example_inputs import text_config
 from slapo.model_schedule import families
 from slapo.model_schedule.apply import apply_recipe, base_path, inputs_for
-from slapo.model_schedule.auto import family_recipe, labeled, recipe_of_layers
+from slapo.model_schedule.auto import family_recipe, in_training, recipe_of_layers
 from slapo.model_schedule.drafts import draft_in_group
 from slapo.model_schedule.options import Options
 from slapo.model_schedule.recipe import Recipe
@@ -129,7 +129,7 @@ def _recipe(key: str, sch: Schedule, base: str, config: Any, options: Options) -
     if key == AUTO and sch.world_size == 1:
         return recipe_of_layers(sch.mod, base)
     if key in (AUTO, DRAFT):
-        inputs = labeled(sch.mod, inputs_for(sch, options, text_config(config)))
+        inputs = in_training(sch.mod, inputs_for(sch, options, text_config(config)))
         return draft_in_group(sch.mod, inputs, sch.group).recipe
     try:
         return recipe_of(key, config)

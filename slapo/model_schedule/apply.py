@@ -12,7 +12,7 @@ from torch import nn
 
 from slapo.example_inputs import example_inputs
 from slapo.model_schedule import tensor_parallel as verbs
-from slapo.model_schedule.auto import labeled, prove
+from slapo.model_schedule.auto import in_training, prove
 from slapo.model_schedule.kernels import fuse_bias_gelu, use_backend, use_kernels
 from slapo.model_schedule.losses import (
     check_fused,
@@ -183,7 +183,7 @@ class _RecipeRun:
         what = "the draft of {}"
         if not self.recipe.splits:
             what = "the recipe given for {}, which is not that of its family,"
-        prove(self.sch, labeled(self.sch.mod, inputs), self.again, what)
+        prove(self.sch, in_training(self.sch.mod, inputs), self.again, what)
 
     def again(self, sch: Schedule) -> None:
         """The same split of another model, whose outputs can be compared."""

@@ -123,11 +123,12 @@ def _various(inputs: dict[str, Any], config: Any) -> dict[str, Any]:
     return {name: tokens if name in ("input_ids", "labels") else x for name, x in inputs.items()}
 
 
-def labeled(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """With labels, where the model takes them."""
+def in_training(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of a step, where the model takes them: labels, and no key-value cache."""
     takes = inspect.signature(model.forward).parameters
     ids = inputs.get("input_ids")
-    own = "labels" in takes and "labels" not in inputs and isinstance(ids, Tensor)
-    if own and not isinstance(own_loss(model), str):  # else labels may be of something else
-        return {**inputs, "labels": ids}
-    return inputs
+    added: dict[str, Any] = {"use_cache": False} if "use_cache" in takes else {}
+    # Where the model computes no loss of its own, labels may be of something else.
+    if "labels" in takes and isinstance(ids, Tensor) and not isinstance(own_loss(model), str):
+        added["labels"] = ids
+    return {**added, **inputs}

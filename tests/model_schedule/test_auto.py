@@ -81,6 +81,14 @@ def test_a_proof_with_tokens_sharded_over_four() -> None:
         apply_schedule(model, "gemma", sequence_parallel=True)
 
 
+def test_a_proof_keeps_no_cache() -> None:
+    """A checkpointed layer would warn of one, though the user's own calls have none."""
+    model = unknown(*UNKNOWN[2][:3])
+    model.config.use_cache = True
+    with fake_world(2):
+        assert "CheckPointWrapper" in str(apply_schedule(model, "auto", ckpt_ratio=1.0).mod)
+
+
 # --- where the check has no rule -----------------------------------------------------------------
 @torch.library.custom_op("slapo_tests::squash", mutates_args=())
 def squash(x: Tensor) -> Tensor:
