@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from slapo.cost.machine import MACHINES, SLOW, Machine
 from slapo.cost.meter import Meter
+from slapo.sharding.collectives import all_gather_single, reduce_scatter_single
 
 #: More than a processor's caches hold: operands of a step usually come from memory.
 _COLD_BYTES = 96 * 2**20
@@ -76,9 +77,10 @@ def calibrate(say: Callable[[str], None] = lambda text: None, seconds: float = 2
         is_measured=True,
     )
     if dist.is_initialized() and dist.get_world_size() > 1:
-        latency, width = _links()
+        latency, links = _links()
+        width = links["all_reduce"]
         say(f"link: {1e6 * latency:.0f} us, {width / 1e9:.2f} GB/s")
-        here = replace(here, inside=width, between=width, latency=(latency, latency))
+        here = replace(here, inside=width, between=width, latency=(latency, latency), links=links)
     return here
 
 
@@ -182,32 +184,44 @@ def _overhead(clock: _Clock, bandwidth: float) -> float:
     return max(clock(step) - moved / bandwidth, 1e-7) / len(meter.kernels)
 
 
-def _links() -> tuple[float, float]:
-    """Latency in seconds and bytes per second of all-reduces between products, in wall time.
+def _links() -> tuple[float, dict[str, float]]:
+    """Latency in seconds, and bytes per second of collectives between products, in wall time.
 
     The products make a rank wait for others as it does in a step. Waits count by their mean: where
-    processes share cores, most are short and some as long as a time slice.
+    processes share cores, most are short and some as long as a time slice. Gloo has no ring for
+    each of them: its reduce-scatter takes longer than its all-reduce.
     """
     square, small, large = torch.randn(512, 512), 1 << 8, 1 << 20
-    waits = {0: 0.0, small: 0.0, large: 0.0}
-    for runs in (2, 8):  # the first warm up
-        for elements in waits:
-            tensor = torch.zeros(max(elements, 1))
+    ranks = dist.get_world_size()
+    large -= large % ranks
+    whole, part = torch.zeros(large), torch.zeros(large // ranks)
+    runs: dict[str, Callable[[], Any]] = {
+        "nothing": lambda: None,
+        "latency": lambda: dist.all_reduce(whole[:small]),
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "reduce_scatter": lambda: reduce_scatter_single(part, whole),
+        "all_gather": lambda: all_gather_single(whole, part),
+    }
+    waits = dict.fromkeys(runs, 0.0)
+    for turns in (2, 8):  # the first warm up
+        for name, run in runs.items():
             total = 0.0
-            for _ in range(runs):
+            for _ in range(turns):
                 dist.barrier()
                 start = time.perf_counter()
                 for _ in range(12):
                     torch.mm(square, square)
-                    if elements:
-                        dist.all_reduce(tensor)
+                    run()
                 total += time.perf_counter() - start
-            waits[elements] = total / runs / 12
-    ranks = dist.get_world_size()
-    moved = 2 * 4 * large * (ranks - 1) / ranks
-    latency = max(waits[small] - waits[0], 1e-6) / 2
+            waits[name] = total / turns / 12
+    latency = max(waits["latency"] - waits["nothing"], 1e-6) / 2
+    moved = whole.nbytes * (ranks - 1) / ranks
     # Noise can make a link look infinitely fast; memory bounds it.
-    took = max(waits[large] - waits[small], moved / MACHINES["cpu"].bandwidth)
-    figures = torch.tensor([latency, moved / took])
+    least = moved / MACHINES["cpu"].bandwidth
+    named = list(runs)[2:]
+    took = {name: max(waits[name] - waits["latency"], least) for name in named}
+    rounds = {"all_reduce": 2}
+    widths = [rounds.get(name, 1) * moved / took[name] for name in named]
+    figures = torch.tensor([latency, *widths])
     dist.broadcast(figures, 0)
-    return float(figures[0]), float(figures[1])
+    return float(figures[0]), dict(zip(named, figures[1:].tolist(), strict=True))

@@ -63,6 +63,8 @@ class Machine:
         Measured: operator -> operations per second, where it is not a plain product.
     latency
         Seconds of a message, within a node and between nodes.
+    links
+        Measured: collective -> bytes per second, where it is not `inside`.
     is_measured
         Whether the figures were measured, rather than read in a data sheet.
 
@@ -89,6 +91,7 @@ class Machine:
     slow: Mapping[str, float] = field(default_factory=dict, hash=False)
     speeds: Mapping[str, float] = field(default_factory=dict, hash=False)
     latency: tuple[float, float] = (8e-6, 20e-6)
+    links: Mapping[str, float] = field(default_factory=dict, hash=False)
     is_measured: bool = False
 
     def __post_init__(self) -> None:
@@ -193,6 +196,7 @@ class Machine:
         rounds = 2 if "reduce" in name and "scatter" not in name else 1
         # The devices of a node use their links to other nodes together.
         width = self.inside if nodes == 1 else min(self.inside, self.between * within)
+        width = self.links.get(name, width)
         hop = self.latency[nodes > 1]
         moved = rounds * size * (ranks - 1) / ranks / width
         ring = moved + rounds * ((ranks - nodes) * self.latency[0] + (nodes - 1) * self.latency[1])

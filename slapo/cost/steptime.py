@@ -145,23 +145,33 @@ def _reduction(parts: StageParts, layout: Layout, machine: Machine, hidden: floa
     """Seconds of the data-parallel ranks' collectives beyond what compute hides.
 
     Engines of PyTorch and Megatron add gradients of half precision in float32. ZeRO-2 and 3 share
-    gradients out, and so reduce those of every micro-batch; FSDP2 here reduces their sum.
+    gradients out, and so reduce those of every micro-batch; FSDP2 here reduces their sum. ZeRO-1
+    and 2 of DeepSpeed all-reduce a bucket, of which each rank keeps its part.
     """
     if layout.dp == 1:
         return 0.0
     trained = [held for held in parts.held.values() if held.is_trained]
     size = sum(held.size for held in trained)
     sums = size if layout.target == "deepspeed" else sum(SINGLE * held.elements for held in trained)
-    reduce = machine.collective("all_reduce", sums, layout.dp, layout.tp)
-    gather = machine.collective("all_gather", size, layout.dp, layout.tp)
+    is_sharded = layout.data_parallel == "fsdp" or layout.zero == 3
+    # A collective for each layer, and one for the rest.
+    units = len(set(parts.layer_of.values())) + 1 if is_sharded else 1
+
+    def seconds(name: str, size: float, copies: int) -> float:
+        moved = units * machine.collective(name, size / units, layout.dp, layout.tp)
+        return moved + copies * 2 * size / (machine.bandwidth * machine.reached_bandwidth)
+
+    # Gradients are copied into a flat buffer and out of it; DeepSpeed flattens its bucket again.
+    scatters = is_sharded or (layout.target == "megatron" and layout.zero)
+    copies = 3 if layout.target == "deepspeed" else 2
+    reduce = seconds("reduce_scatter" if scatters else "all_reduce", sums, copies)
+    gather = seconds("all_gather", size, 1)
     count = layout.micro_batches
     if layout.data_parallel == "fsdp":
         gathers = 1 if layout.pp > 1 else 2 * count
-        return max(0.0, gathers * gather + reduce / 2 - hidden * 2 * count)
+        return max(0.0, gathers * gather + reduce - hidden * 2 * count)
     if layout.zero == 3:
-        return max(0.0, count * (2 * gather + reduce / 2 - 2 * hidden))
+        return max(0.0, count * (2 * gather + reduce - 2 * hidden))
     if layout.zero == 2:
-        return max(0.0, count * (reduce / 2 - hidden)) + gather
-    if layout.zero == 1:
-        return max(0.0, reduce / 2 - hidden) + gather
-    return max(0.0, reduce - hidden)
+        return max(0.0, count * (reduce - hidden)) + gather
+    return max(0.0, reduce - hidden) + (gather if layout.zero else 0.0)

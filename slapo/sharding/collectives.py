@@ -48,8 +48,8 @@ __all__ = ["all_gather", "all_to_all", "copy_to_group", "group_rank", "group_siz
 __all__ += ["parse_reshard", "reduce_from_group", "reduce_scatter", "reshard", "scatter"]
 
 # Newer releases of torch deprecate the second names for the first.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def reduce_from_group(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -385,7 +385,7 @@ def _all_gather(
         whole = _all_gather(lengthened(tensor, axis, longest), group, axis)
         return whole.narrow(axis, 0, total).contiguous()
     gathered = tensor.new_empty(ranks * tensor.shape[0], *tensor.shape[1:])
-    _all_gather_single(gathered, tensor.contiguous(), group=group)
+    all_gather_single(gathered, tensor.contiguous(), group=group)
     return move_blocks(gathered, ranks, 0, axis)
 
 
@@ -397,7 +397,7 @@ def _reduce_scatter(tensor: Tensor, group: dist.ProcessGroup | None, axis: int) 
         return own.narrow(axis, 0, share_of(total, group_rank(group), ranks)[1]).contiguous()
     blocks = move_blocks(tensor, ranks, axis, 0)
     own = blocks.new_empty(blocks.shape[0] // ranks, *blocks.shape[1:])
-    _reduce_scatter_single(own, blocks, group=group)
+    reduce_scatter_single(own, blocks, group=group)
     return own
 
 

@@ -416,6 +416,24 @@ def test_gradients_travel_as_engines_add_them() -> None:
     )
 
 
+def test_who_reduces_and_who_scatters() -> None:
+    """DeepSpeed all-reduces for ZeRO 1, and gathers; Megatron gives each rank its part at once."""
+    slow = Machine("slow", 1e12, 1e15, 1e13, inside=1e8)
+    ask = partial(dryrun, "llama", config_of("llama"), mesh={"dp": 2}, seq_len=16)
+
+    def seconds(machine: Machine = slow, **options: Any) -> float:
+        return ask(machine=machine, **options).time.data_parallel
+
+    whole = seconds()
+    assert seconds(target="deepspeed", zero=1) == pytest.approx(1.5 * whole, rel=0.02)
+    assert seconds(target="megatron", zero=1) == pytest.approx(whole, rel=0.02)
+    # As slow as gloo's, which has no ring for it.
+    gloo = dataclasses.replace(slow, links={"reduce_scatter": 0.25e8})
+    assert seconds(gloo) == whole
+    assert seconds(gloo, target="megatron", zero=1) == pytest.approx(2.5 * whole, rel=0.02)
+    assert seconds(gloo, data_parallel="fsdp") > 1.5 * seconds(data_parallel="fsdp")
+
+
 def test_reductions_hide_behind_nothing_on_a_processor() -> None:
     """Its cores compute, copy and add; so gathering parameters at each use costs most."""
     device = Machine("device", 1e12, 1e10, 1e10, inside=1e9)
