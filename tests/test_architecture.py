@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -136,6 +137,20 @@ def test_every_module_can_be_imported(name: str) -> None:
     if name.endswith("_triton"):
         pytest.importorskip("triton")
     importlib.import_module(name.removesuffix(".__init__"))
+
+
+def test_public_methods_are_documented() -> None:
+    """By a docstring of their own, or by that of the class that declares them."""
+    silent = [
+        f"{name}.{kind.__name__}.{method}"
+        for name in sorted(graph())
+        for kind in vars(importlib.import_module(name)).values()
+        if inspect.isclass(kind) and kind.__module__ == name and not kind.__name__.startswith("_")
+        for method, value in inspect.getmembers(kind, inspect.isfunction)
+        if value.__qualname__ == f"{kind.__qualname__}.{method}"  # made here, in the class's body
+        and not (method.startswith("_") or inspect.getdoc(value))
+    ]
+    assert not silent
 
 
 def test_relative_imports_are_not_used() -> None:
