@@ -38,8 +38,11 @@ TOGETHER = [key for key in DISTINCT if key != "wideresnet"]
         ),
         (["t5", "wideresnet"], (4, 1, 1), {}, {}),
         pytest.param(["bert", "llama"], (4, 1, 1), {}, {}, marks=pytest.mark.wide),
-        (TOGETHER[::4], (2, 1, 2), ALL, {}),
-        pytest.param(TOGETHER[2::4], (2, 1, 2), ALL, {}, marks=pytest.mark.wide),
+        (TOGETHER[::8], (2, 1, 2), ALL, {}),
+        *(
+            pytest.param(TOGETHER[part::8], (2, 1, 2), ALL, {}, marks=pytest.mark.wide)
+            for part in (2, 4, 6)
+        ),
         (["gpt2"], (2, 1, 2), {"parallel_vocabulary": False}, {}),
         (["gpt2"], (2, 2, 2), ALL, {}),
         # The loss is computed within the head, around which an engine has its weight whole.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,21 @@ def engine_of(
     return slapo.build(sch, target="torch", mesh=mesh, **given)[0]
 
 
+#: One for each way of packing and tying weights.
+KINDS = ("gpt2", "llama", "mixtral", "t5")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param(KINDS, id="kinds"),
+        pytest.param([k for k in MODELS if k not in KINDS], id="others", marks=pytest.mark.wide),
+    ],
+)
 @on_ranks(2, timeout=300)
-def test_families_from_slices_to_shares(tmp_path: Path) -> None:
+def test_families_from_slices_to_shares(tmp_path: Path, keys: Sequence[str]) -> None:
     """By a recipe at tp 2, as it is under FSDP2, and back: the same to the bit."""
-    for key in MODELS:
+    for key in keys:
         found = []
         for number, layout in enumerate([(1, 1, 2), (1, 2, 1), (1, 1, 2)]):
             mesh = slapo.init_mesh(*layout, device="cpu")
