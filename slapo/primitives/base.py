@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import collections.abc
 import functools
+import inspect
 import types
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from torch import nn
 
@@ -214,7 +215,7 @@ def _declared(
 ) -> dict[str, tuple[tuple[type, ...], tuple[str, ...], str]]:
     """Name -> the classes that it may have, or else known strings, and what to pass."""
     found = {}
-    for name, hint in get_type_hints(apply, include_extras=True).items():
+    for name, hint in inspect.get_annotations(apply, eval_str=True).items():
         note = ""
         if get_origin(hint) is Annotated:
             hint, note = get_args(hint)
