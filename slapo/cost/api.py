@@ -300,8 +300,7 @@ class _DryRunSession:
             parts = _DryRunSession(self.recipe, self._source, layout, *given, options).stages(None)
         flops = 0.0
         for step in (step for each in parts for step in each.steps):
-            forward = sum(kernel.flops for kernel in step.forward.kernels)
-            backward = sum(kernel.flops for kernel in step.backward(first=False).kernels)
+            forward, backward = step.forward.flops, step.backward(first=False).flops
             # The backward is twice the forward, or less for frozen parameters.
             flops += forward + min(backward, 2.0 * forward)
         return flops

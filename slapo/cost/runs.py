@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from slapo.verify.placement.offline import fake_world
 Place = tuple[Any, ...]
 
 
-@dataclass
+@dataclass(eq=False)
 class Segment:
     """The part of a run between two marks, forward or backward."""
 
@@ -45,6 +46,11 @@ class Segment:
     #: Bytes of the tensors that the next segment is called with, and of those with a gradient.
     crossing: int = 0
     gradient: int = 0
+
+    @cached_property
+    def flops(self) -> float:
+        """Operations of its products."""
+        return sum(kernel.flops for kernel in self.kernels)
 
 
 @dataclass

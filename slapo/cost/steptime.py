@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict, dataclass
 
 from slapo.cost.layout import Layout
 from slapo.cost.machine import Machine
 from slapo.cost.memory import SINGLE, order
+from slapo.cost.runs import Segment
 from slapo.cost.stages import StageParts
 from slapo.cost.update import Update
 
@@ -98,13 +100,16 @@ def _costs(parts: StageParts, machine: Machine) -> _Costs:
         "F": [step.forward for step in parts.steps],
         "B": [step.backward(first=False) for step in parts.steps],
     }
-    return {
-        kind: (
-            sum(machine.time_of(segment.kernels) for segment in each),
-            sum(machine.communication(segment.collectives) for segment in each),
-        )
-        for kind, each in segments.items()
-    }
+
+    @functools.cache  # most layers share their segments
+    def seconds(segment: Segment) -> tuple[float, float]:
+        return machine.time_of(segment.kernels), machine.communication(segment.collectives)
+
+    def both(each: list[Segment]) -> tuple[float, float]:
+        compute, collectives = zip(*map(seconds, each), strict=True)
+        return sum(compute), sum(collectives)
+
+    return {kind: both(each) for kind, each in segments.items()}
 
 
 def _simulate(costs: list[_Costs], hops: list[float], backs: list[float], layout: Layout) -> float:
