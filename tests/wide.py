@@ -7,6 +7,7 @@ layout, the same layout on another engine, or a family with the same tracing.
 #: Test -> its rows, by the identifiers that pytest shows in brackets; no rows: the whole test.
 WIDE: dict[str, tuple[str, ...]] = {
     "benchmark/test_benchmarks.py::test_quick_run_writes_a_csv_file": (
+        "import_time",
         "pipeline",
         "tuning",
         "weights",
@@ -15,8 +16,10 @@ WIDE: dict[str, tuple[str, ...]] = {
         "gpt2-96",
     ),
     "benchmark/test_families.py::test_two_families_give_two_lines": (),
+    "check/test_planted.py::test_they_are_mistakes": (),
     "cost/test_dryrun.py::test_peak_of_one_process": ("t5-0.0-1", "t5-0.5-1", "t5-1.0-1"),
     "cost/test_ranks.py::test_peak_of_two_ranks": ("replicas",),
+    "examples/test_train.py::test_it_trains": ("deepspeed",),
     "examples/test_train.py::test_options_of_recipes_leave_the_loss_as_it_is": (),
     "graph/test_families.py::test_a_rewritten_flat_layer_equals_the_plain_one": (
         "gpt2",

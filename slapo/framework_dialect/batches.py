@@ -305,7 +305,7 @@ def next_batch(data_iter: Iterator[Any]) -> Any:
             if isinstance(data_iter, Iterable) and not isinstance(data_iter, Tensor)
             else "pass an iterator over batches, such as iter(data_loader)"
         )
-        raise TypeError(f"data_iter is a {type(data_iter).__name__} and no iterator; {remedy}")
+        raise TypeError(f"data_iter is a {type(data_iter).__name__}, not an iterator; {remedy}")
     try:
         return next(data_iter)
     except StopIteration:

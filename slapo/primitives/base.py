@@ -215,7 +215,8 @@ def _declared(
 ) -> dict[str, tuple[tuple[type, ...], tuple[str, ...], str]]:
     """Name -> the classes that it may have, or else known strings, and what to pass."""
     found = {}
-    for name, hint in inspect.get_annotations(apply, eval_str=True).items():
+    hints: dict[str, Any] = inspect.get_annotations(apply, eval_str=True)
+    for name, hint in hints.items():
         note = ""
         if get_origin(hint) is Annotated:
             hint, note = get_args(hint)

@@ -13,7 +13,7 @@ from tests.check.fuzz import compared, is_false_alarm, is_miss
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["tensor", "sequence", "shared"])
 @pytest.mark.parametrize(
-    "seeds", [range(48), pytest.param(range(48, 200), marks=pytest.mark.wide)], ids=len
+    "seeds", [range(24), pytest.param(range(24, 200), marks=pytest.mark.wide)], ids=len
 )
 def test_no_miss_and_no_false_alarm(kind: str, seeds: range) -> None:
     pairs = compared(kind, list(seeds))

@@ -112,7 +112,7 @@ BOTH = ["gpt2", "t5", "vit"]
 @pytest.mark.parametrize(
     "others",
     [
-        ["llama", "bert", "mixtral", "albert"],
+        ["llama", "bert", "albert"],
         pytest.param(list(MODELS), marks=pytest.mark.wide, id="all"),
     ],
 )
@@ -156,13 +156,13 @@ def test_fine_tuning(tmp_path: Path) -> None:
     """The script of the README with its tiny folder; then once more, at another layout."""
     tiny_folder.main(str(tmp_path / "tiny"))
     given = ["tiny", str(ROOT / "README.md"), "--steps"]
-    first = start("finetune.py", 2, [*given, "10"], tmp_path)
+    first = start("finetune.py", 2, [*given, "5"], tmp_path)
     assert first.returncode == 0, first.stderr[-3000:]
     shutil.rmtree(tmp_path / "tuned")
-    second = start("finetune.py", 2, [*given, "20", "--tp", "1"], tmp_path)
+    second = start("finetune.py", 2, [*given, "15", "--tp", "1"], tmp_path)
     assert second.returncode == 0, second.stderr[-3000:]
     losses = re.findall(r"^step (\d+): loss (\d\.\d+)", first.stdout + second.stdout, re.M)
-    assert [int(step) for step, _ in losses] == [5, 10, 15, 20]
+    assert [int(step) for step, _ in losses] == [5, 10, 15]
     assert float(losses[0][1]) > float(losses[-1][1]) + 1
     before, tuned = (
         AutoModelForCausalLM.from_pretrained(tmp_path / folder).state_dict()

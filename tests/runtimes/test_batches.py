@@ -117,9 +117,9 @@ def test_next_batch() -> None:
 @pytest.mark.parametrize(
     ("wrong", "remedy"),
     [
-        ([1, 2], r"is a list and no iterator; pass iter\(\) of it, made once"),
-        (None, r"is a NoneType and no iterator; pass .* iter\(data_loader\)"),
-        (torch.ones(2), r"is a Tensor and no iterator; pass .* iter\(data_loader\)"),
+        ([1, 2], r"is a list, not an iterator; pass iter\(\) of it, made once"),
+        (None, r"is a NoneType, not an iterator; pass .* iter\(data_loader\)"),
+        (torch.ones(2), r"is a Tensor, not an iterator; pass .* iter\(data_loader\)"),
     ],
 )
 def test_what_is_no_iterator(wrong: Any, remedy: str) -> None:

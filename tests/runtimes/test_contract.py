@@ -85,7 +85,7 @@ MISTAKES: dict[str, tuple[Callable[[Any, int], Any], str, str]] = {
     "no pair": (one({"ids": IDS}), *["make it the pair (inputs, targets)"] * 2),
     "no iterator": (
         lambda engine, rank: engine.train_batch([(IDS, TARGETS)]),
-        *["is a list and no iterator"] * 2,
+        *["is a list, not an iterator"] * 2,
     ),
     "ended": (
         lambda engine, rank: engine.train_batch(iter([])),
