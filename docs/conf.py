@@ -1,7 +1,9 @@
 """Settings of the documentation site: ``make docs`` writes it to ``build/docs``."""
 
+import csv
 import os
 import re
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -41,9 +43,22 @@ sphinx_gallery_conf = {
 }
 
 
+def _table(match):
+    """The named columns of a file of benchmark/results, as a table."""
+    path = Path(__file__).parent.parent / f"benchmark/results/{match[1]}.csv"
+    columns = match[2].split(", ")
+    lines = [columns, ["---"] * len(columns)]
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            cells = (row[column].partition("\n")[0] for column in columns)
+            lines.append([re.sub(r"([|<*_`\[])", r"\\\1", cell) for cell in cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def _for_the_site(app, name, source):
     """Lead links of the repository to pages of the site, and show other paths as they are."""
     text = source[0]
+    text = re.sub(r"<!-- table (\w+): (.*) -->", _table, text)
     text = re.sub(r"\]\(gallery/(\w+)\.py\)", r"](auto_gallery/\1.rst)", text)
     text = re.sub(r"\[([^]]+)\]\(\.\./([^)#]+)(#[^)]*)?\)", r"\1 (`\2`)", text)
     if name == root_doc:

@@ -17,6 +17,7 @@ import contextlib
 import doctest
 import io
 import re
+import runpy
 import sys
 import types
 from collections.abc import Iterator
@@ -202,6 +203,16 @@ def test_links_lead_somewhere(page: str) -> None:
     targets = re.findall(r"\]\((?!https?:)([^)#\s]+)", text)
     missing = [target for target in targets if not ((ROOT / page).parent / target).exists()]
     assert not missing
+
+
+def test_tables_of_the_site_have_rows() -> None:
+    table = runpy.run_path(str(ROOT / "docs" / "conf.py"))["_table"]
+    marks = [*re.finditer(r"<!-- table (\w+): (.*) -->", (ROOT / "docs/tables.md").read_text())]
+    assert len(marks) == (ROOT / "docs/tables.md").read_text().count("<!-- table")
+    for mark in marks:
+        head, _, *rows = table(mark).splitlines()
+        assert len(rows) > 20, mark[0]
+        assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {head.count("|")}, mark[0]
 
 
 @pytest.mark.parametrize("page", TEXTS)
