@@ -32,6 +32,7 @@ from slapo.model_schedule.options import Options
 from slapo.model_schedule.recipe import Recipe
 from slapo.model_schedule.registry import recipe_keys
 from slapo.node import history_of
+from slapo.primitives.wrapping import is_adapted
 from slapo.schedule import Schedule, create_schedule
 from slapo.sharding.groups import group_size
 from slapo.utils.calls import as_call, refuse_batch
@@ -199,11 +200,14 @@ def draft_offline(
 def draft_in_group(model: nn.Module, inputs: Any, group: Any) -> Draft:
     """A draft for the ranks of a group, which all derive the same and check it together.
 
+    Low-rank adapters are left out: they split with their layers.
+
     Raises
     ------
     PlacementError
         If the check refuses the last one too.
     """
+    model = _without_adapters(model)
 
     def prove_here(recipe: Recipe) -> None:
         sch = create_schedule(blank_copy(model), group=group)
@@ -218,6 +222,21 @@ def draft_in_group(model: nn.Module, inputs: Any, group: Any) -> Draft:
     if drafted.verdict is not None:
         raise drafted.verdict
     return drafted
+
+
+def _without_adapters(model: nn.Module) -> nn.Module:
+    """The model as its class makes it; a copy, where layers have low-rank adapters around them."""
+    adapted = [path for path, module in model.named_modules() if is_adapted(module)]
+    if not adapted:
+        return model
+    plain = blank_copy(model)
+    for path in adapted:
+        owner, _, name = path.rpartition(".")
+        setattr(plain.get_submodule(owner), name, plain.get_submodule(f"{path}.base_layer"))
+    for parameter in plain.parameters():  # which PEFT has frozen
+        if parameter.is_floating_point():
+            parameter.requires_grad_(True)
+    return plain
 
 
 def _refuse_unfit(model: nn.Module) -> None:

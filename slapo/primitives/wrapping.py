@@ -106,13 +106,13 @@ def check_module(
 # acts on the sum.
 def base_of(sch: Node) -> Node:
     """The layer within adapters; the node itself if there are none."""
-    return sch["base_layer"] if _is_adapted(innermost(sch.mod)) else sch
+    return sch["base_layer"] if is_adapted(innermost(sch.mod)) else sch
 
 
 def adapters_of(sch: Node) -> list[tuple[Node, Node]]:
     """The first and the second matrix of each adapter of a layer; none if it is not adapted."""
     module = innermost(sch.mod)
-    if not _is_adapted(module):
+    if not is_adapted(module):
         return []
     names = list(innermost(module.lora_A)._modules)  # type: ignore[arg-type]
     if not names or getattr(module, "lora_variant", None):
@@ -132,12 +132,13 @@ def reduces_within(sch: Node) -> bool:
 
 def is_split_without_adapters(module: nn.Module) -> bool:
     """Return whether adapters were put around a layer that was split before."""
-    if not _is_adapted(module):
+    if not is_adapted(module):
         return False
     matrices = [*module.lora_A.modules(), *module.lora_B.modules()]  # type: ignore[union-attr]
     base = innermost(module.base_layer)  # type: ignore[arg-type]
     return bool(shards_of(base)) and not any(shards_of(innermost(m)) for m in matrices)
 
 
-def _is_adapted(module: nn.Module) -> bool:
+def is_adapted(module: nn.Module) -> bool:
+    """Return whether a module is a layer with low-rank adapters around it."""
     return all(name in module._modules for name in ("base_layer", "lora_A", "lora_B"))

@@ -146,6 +146,8 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"sequence_parallel": True}),
     ("gpt2", {"sequence_parallel": True}),
     ("llama", {"ckpt_ratio": 0.5}),
+    ("llama", {"recipe": "draft"}),
+    ("gpt2", {"recipe": "draft"}),
 ]
 
 
@@ -166,7 +168,8 @@ def equals_one_process(
     slapo.set_random_seed(1, mesh=mesh)
     plain = lively(adapted(MODELS[key].build(), *ADAPTED[key]))
     model = copy.deepcopy(plain)
-    sch = apply_schedule(model.base_model.model, key, group=mesh["tp"], **options)
+    given = {"recipe": key, **options}
+    sch = apply_schedule(model.base_model.model, given.pop("recipe"), group=mesh["tp"], **given)
     built, _ = slapo.build(sch)
     wanted, loss = plain(**inputs).loss, model(**inputs).loss
     torch.testing.assert_close(loss, wanted, atol=1e-6, rtol=1e-5)
