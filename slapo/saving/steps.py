@@ -258,7 +258,10 @@ class Step:
         if rank not in self._files:
             path = self.folder / file_of(rank)
             if not path.is_file():
-                raise SlapoError(f"{self.folder} lacks {path.name}, which rank {rank} has written")
+                raise SlapoError(
+                    f"{self.folder} lacks {path.name}, which rank {rank} has written; put it back, "
+                    "or delete the folder to resume from the step before"
+                )
             self._files[rank] = TensorFile(path)
         return self._files[rank]
 

@@ -423,7 +423,10 @@ def flip(path: Path, at: int) -> None:
 
 SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a flipped bit": (lambda s: flip(s / file_of(0), -9), "is not what was written"),
-    "a missing file": (lambda s: os.remove(s / file_of(0)), "lacks rank_00000.safetensors"),
+    "a missing file": (
+        lambda s: os.remove(s / file_of(0)),
+        "lacks rank_00000.safetensors, which rank 0",
+    ),
     "a file that is cut off": (lambda s: os.truncate(s / file_of(0), 5000), "cut off"),
     "a newer format": (
         lambda s: rewrite(s, lambda m: m.update(format=2, versions={"slapo": "9.0"})),
