@@ -215,13 +215,13 @@ def _links() -> tuple[float, dict[str, float]]:
                 total += time.perf_counter() - start
             waits[name] = total / turns / 12
     latency = max(waits["latency"] - waits["nothing"], 1e-6) / 2
-    moved = whole.nbytes * (ranks - 1) / ranks
-    # Noise can make a link look infinitely fast; memory bounds it.
-    least = moved / MACHINES["cpu"].bandwidth
-    named = list(runs)[2:]
-    took = {name: max(waits[name] - waits["latency"], least) for name in named}
-    rounds = {"all_reduce": 2}
-    widths = [rounds.get(name, 1) * moved / took[name] for name in named]
+    named, widths = list(runs)[2:], []
+    for name in named:
+        rounds = 2 if name == "all_reduce" else 1
+        moved = rounds * whole.nbytes * (ranks - 1) / ranks
+        # Noise can make a link look infinitely fast; memory bounds it.
+        took = max(waits[name] - waits["latency"], moved / MACHINES["cpu"].bandwidth)
+        widths.append(moved / took)
     figures = torch.tensor([latency, *widths])
     dist.broadcast(figures, 0)
     return float(figures[0]), dict(zip(named, figures[1:].tolist(), strict=True))

@@ -106,8 +106,8 @@ def _costs(parts: StageParts, machine: Machine) -> _Costs:
         return machine.time_of(segment.kernels), machine.communication(segment.collectives)
 
     def both(each: list[Segment]) -> tuple[float, float]:
-        compute, collectives = zip(*map(seconds, each), strict=True)
-        return sum(compute), sum(collectives)
+        costs = [seconds(segment) for segment in each]
+        return sum(compute for compute, _ in costs), sum(talk for _, talk in costs)
 
     return {kind: both(each) for kind, each in segments.items()}
 

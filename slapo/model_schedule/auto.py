@@ -129,6 +129,7 @@ def in_training(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     ids = inputs.get("input_ids")
     added: dict[str, Any] = {"use_cache": False} if "use_cache" in takes else {}
     # Where the model computes no loss of its own, labels may be of something else.
-    if "labels" in takes and isinstance(ids, Tensor) and not isinstance(own_loss(model), str):
+    unlabeled = "labels" in takes and "labels" not in inputs and isinstance(ids, Tensor)
+    if unlabeled and not isinstance(own_loss(model), str):
         added["labels"] = ids
     return {**added, **inputs}

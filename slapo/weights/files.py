@@ -65,9 +65,7 @@ def temporary_of(folder: Path) -> Path:
 
 def progress_bar(what: str, total: int | None = None, unit: str = "B") -> Any:
     """A bar on the first rank, of bytes by default, for what takes longer than a second."""
-    hub: Any = importlib.import_module(
-        "torch.hub"
-    )  # its stand-in has no delay and prints each call
+    hub: Any = importlib.import_module("torch.hub")
     is_first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
     # The hub's own stand-in, where tqdm is not installed, has no delay and prints each update.
     disable = not is_first or hub.tqdm.__module__ == hub.__name__
