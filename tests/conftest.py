@@ -11,10 +11,13 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from multiprocessing import forkserver
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed import context
 from tests.wide import is_wide
 
 
@@ -50,6 +53,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_wide(item.nodeid):
             item.add_marker(pytest.mark.wide)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the server that ranks are forked from with all that they need, whoever forks first."""
+    if "PYTEST_XDIST_WORKER" in os.environ and not session.config.option.collectonly:
+        context()
+        forkserver.ensure_running()
 
 
 def pytest_collectstart() -> None:

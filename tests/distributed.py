@@ -122,14 +122,14 @@ def run_distributed(
         When a rank raises, dies, or has not finished in time.
     """
     deadline = time.monotonic() + timeout
-    context = _context()
+    server = context()
     with tempfile.TemporaryDirectory(prefix="slapo-test-") as scratch:
         readers: list[connection.Connection] = []
         workers: list[ForkServerProcess] = []
         try:
             for rank in range(world_size):
-                reader, writer = context.Pipe(duplex=False)
-                worker = context.Process(
+                reader, writer = server.Pipe(duplex=False)
+                worker = server.Process(
                     target=_work,
                     args=(
                         writer,
@@ -200,7 +200,7 @@ def run_script(
                     str(out),
                     str(err),
                 )
-                workers.append(_context().Process(target=_be_script, args=given))
+                workers.append(context().Process(target=_be_script, args=given))
                 workers[-1].start()
             waiting = list(workers)
             status = 0
@@ -259,9 +259,9 @@ def _free_port() -> int:
         return found
 
 
-def _context() -> multiprocessing.context.ForkServerContext:
+def context() -> multiprocessing.context.ForkServerContext:
     """Return the context whose server has imported what the ranks need."""
-    context = multiprocessing.get_context("forkserver")
+    found = multiprocessing.get_context("forkserver")
     preload = ["pytest"]
     # In a run of the whole suite, what later tests need too: the server starts with the first one.
     is_whole = "PYTEST_XDIST_WORKER" in os.environ
@@ -271,8 +271,8 @@ def _context() -> multiprocessing.context.ForkServerContext:
     preload += sorted(name for name in sys.modules if name.startswith("transformers.models."))
     preload += ["tests.warm"] if "transformers" in preload else []
     # Has an effect until the server runs, which is from the first job on.
-    context.set_forkserver_preload(preload)
-    return context
+    found.set_forkserver_preload(preload)
+    return found
 
 
 def _collect(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import sys
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.distributed import context
 
 WORLD = 3
 
@@ -59,11 +60,10 @@ def run_job(
 
     One that is `hanging` is killed once the others have ended.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "pytest"])
+    server = context()
     port = free_port()
     workers: list[Any] = [
-        context.Process(target=_life, args=(rank, port, str(folder), job)) for rank in range(WORLD)
+        server.Process(target=_life, args=(rank, port, str(folder), job)) for rank in range(WORLD)
     ]
     for worker in workers:
         worker.start()
