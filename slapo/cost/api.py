@@ -293,8 +293,11 @@ class _DryRunSession:
 
         Tensor-parallel ranks may repeat work, so these count the model of a single rank.
         """
+        samples = 1
         if self.layout.tp > 1:
-            layout = replace(self.layout, pp=1, tp=1, micro_batches=1, batch=self.layout.micro)
+            # Products grow with the samples: all sizes of a micro-batch share the run of one.
+            samples = self.layout.micro
+            layout = replace(self.layout, pp=1, tp=1, micro_batches=1, batch=1)
             options = {n: v for n, v in self.options.items() if n != "sequence_parallel"}
             given = self.machine, self._dtype, self._inputs, self._loss_fn
             parts = _DryRunSession(self.recipe, self._source, layout, *given, options).stages(None)
@@ -303,7 +306,7 @@ class _DryRunSession:
             forward, backward = step.forward.flops, step.backward(first=False).flops
             # The backward is twice the forward, or less for frozen parameters.
             flops += forward + min(backward, 2.0 * forward)
-        return flops
+        return flops * samples
 
     # --- runs ------------------------------------------------------------------------------------
     def _recomputed(self) -> set[str]:

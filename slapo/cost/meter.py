@@ -133,10 +133,14 @@ class Meter(TorchDispatchMode):
         #: Storages of the tensors that :meth:`watch` named, and the names of those touched.
         self.watched: dict[int, str] = {}
         self.touched: set[str] = set()
+        #: Bytes of the gradients of :meth:`made`, and the peak without these: a later micro-batch
+        #: adds its own to them, which are free again.
+        self.gradients, self.later_peak = 0, 0
         #: Called once, before the next operator.
         self.before_next: Callable[[], None] | None = None
         self._notes_kernels, self._fakes = kernels, fakes
         self._sizes: dict[int, tuple[int, Any]] = {}
+        self._made: set[int] = set()
         for module in modules:
             self.hold([*module.parameters(), *module.buffers()])
 
@@ -161,6 +165,17 @@ class Meter(TorchDispatchMode):
         for name, tensor in named:
             self.watched.setdefault(tensor.untyped_storage()._cdata, name)
 
+    def made(self, gradient: Tensor) -> bool:
+        """Note a gradient that stays, and return whether it is new; sparse ones do not count."""
+        if gradient.layout is not torch.strided:
+            return False
+        key = gradient.untyped_storage()._cdata
+        if key in self._made:
+            return False
+        self._made.add(key)
+        self.gradients += self._sizes.get(key, (0, None))[0]
+        return True
+
     def _hold(self, tensor: Tensor) -> None:
         tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
         is_held = self._fakes if isinstance(tensor, FakeTensor) else not tensor.is_meta
@@ -174,6 +189,7 @@ class Meter(TorchDispatchMode):
         self._sizes[key] = size, weakref.ref(storage, lambda _: self._release(key))
         self.alive += size
         self.peak = max(self.peak, self.alive)
+        self.later_peak = max(self.later_peak, self.alive - self.gradients)
 
     def _release(self, key: int) -> None:
         self.alive -= self._sizes.pop(key, (0, None))[0]

@@ -9,9 +9,9 @@ import itertools
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -100,7 +100,7 @@ def run(
     traced: bool,
     accelerator: bool,
 ) -> Run:
-    """Run two micro-batches forward and backward on fake tensors, as the first rank of `tp`.
+    """Run a micro-batch forward and backward on fake tensors, as the first rank of `tp`.
 
     The first rank has the most where shares are uneven. With `traced` models of Transformers give
     attention an explicit mask, as in pipeline stages. The fused attention of an accelerator takes
@@ -150,20 +150,18 @@ def _run(
     meter = Meter(model, rounding=rounding, fakes=True)
     meter.hold(t for t in inputs.values() if isinstance(t, Tensor))
     meter.watch(named.items())
-    recorder = _Recorder(meter, layers)
+    recorder = _Recorder(meter, layers, named.values())
     try:
         with meter:
-            for _ in range(2):
-                recorder.run(model, inputs, loss_of)
+            recorder.run(model, inputs, loss_of)
     finally:
         recorder.remove()
     held = {
         n: HeldParameter(p.numel(), p.element_size(), p.grad is not None) for n, p in named.items()
     }
-    first, again = recorder.passes
     return Run(
-        first,
-        again,
+        recorder.first,
+        recorder.again,
         held,
         sum(b.numel() * b.element_size() for b in model.buffers()),
         sum(t.numel() * t.element_size() for t in inputs.values() if isinstance(t, Tensor)),
@@ -227,17 +225,31 @@ class _IrregularError(Exception):
 
 
 class _Recorder:
-    """Marks in the meter's figures where layers begin and end."""
+    """Marks in the meter's figures where layers begin and end.
 
-    def __init__(self, meter: Meter, layers: Sequence[Sequence[nn.Module]]) -> None:
+    A later micro-batch differs from the first where gradients are made: it adds its own to them.
+    """
+
+    def __init__(
+        self,
+        meter: Meter,
+        layers: Sequence[Sequence[nn.Module]],
+        parameters: Iterable[nn.Parameter],
+    ) -> None:
         self.meter = meter
-        self.passes: list[Pass] = []
-        self._handles: list[Any] = []
-        self._open: Pass = Pass()
+        self.first = Pass()
+        self.again = Pass(self.first.forward)
+        self._handles: list[Any] = [
+            parameter.register_post_accumulate_grad_hook(self._added)
+            for parameter in parameters
+            if parameter.requires_grad
+        ]
+        #: additions of a later micro-batch, to the gradients of the open segment
+        self._additions: list[Kernel] = []
         #: the layer whose forward ended last, until what its caller frees is gone
         self._left: Place = ()
         #: where the backward ends
-        self._first: Place = ()
+        self._end: Place = ()
         self._order = [(s, n) for s, each in enumerate(layers) for n in range(len(each))]
         self._next = 0
         for stack, each in enumerate(layers):
@@ -260,22 +272,42 @@ class _Recorder:
     def _start(self) -> None:
         meter = self.meter
         meter.before_next = None
-        self._from = meter.alive, len(meter.kernels), len(meter.collectives)
-        meter.peak = meter.alive
-        meter.touched = set()
+        self._from = meter.alive, meter.gradients, len(meter.kernels), len(meter.collectives)
+        meter.peak, meter.later_peak = meter.alive, meter.alive - meter.gradients
+        meter.touched, self._additions = set(), []
 
-    def _close(self) -> Segment:
-        alive, kernels, collectives = self._from
+    def _close(self) -> tuple[Segment, Segment]:
+        """The open segment, of the first micro-batch and of a later one."""
+        alive, gradients, kernels, collectives = self._from
         meter = self.meter
-        segment = Segment(
+        first = Segment(
             meter.alive - alive,
             meter.peak - alive,
             meter.kernels[kernels:],
             meter.collectives[collectives:],
             frozenset(meter.touched),
         )
+        again = replace(
+            first,
+            delta=first.delta - (meter.gradients - gradients),
+            peak=meter.later_peak - (alive - gradients),
+            kernels=[*first.kernels, *self._additions],
+        )
         self._start()
-        return segment
+        return first, again
+
+    def _added(self, parameter: nn.Parameter) -> None:
+        """The gradient of a parameter is there."""
+        grad = parameter.grad
+        if grad is not None and self.meter.made(grad):
+            moved = 3 * grad.numel() * grad.element_size()
+            self._additions.append(Kernel("add_", 0, moved, grad.numel(), grad.dtype))
+
+    def _close_forward(self, place: Place) -> None:
+        self.first.forward[place] = self._close()[0]
+
+    def _close_backward(self, place: Place) -> None:
+        self.first.backward[place], self.again.backward[place] = self._close()
 
     def _enter(self, stack: int, number: int, args: Any, kwargs: Any) -> None:
         if torch._C._current_graph_task_id() != -1:  # recomputed in a backward
@@ -286,9 +318,9 @@ class _Recorder:
         hidden = _hidden((args, kwargs))
         crossing = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if number == 0:
-            self._open.forward["before", stack] = self._close()
+            self._close_forward(("before", stack))
             self._follow(hidden, ("layer", stack, 0))
-        previous = list(self._open.forward.values())[-1]
+        previous = list(self.first.forward.values())[-1]
         previous.crossing = sum(_size(t) for t in crossing)
         previous.gradient = sum(_size(t) for t in crossing if t.requires_grad)
 
@@ -313,7 +345,7 @@ class _Recorder:
     def _settle(self) -> None:
         """The layer that was left last is over."""
         if self._left:
-            self._open.forward[self._left] = self._close()
+            self._close_forward(self._left)
             self._left = ()
 
     def _follow(self, hidden: Tensor | None, place: Place) -> None:
@@ -321,31 +353,30 @@ class _Recorder:
         if hidden is not None and hidden.requires_grad:
             hidden.register_hook(lambda _: self._ended(place))
         else:  # nothing before needs a gradient: the backward ends there
-            self._first = place
+            self._end = place
 
     def _ended(self, place: Place) -> None:
         """The backward of a place is over: its input's gradient is there."""
-        self._open.backward[place] = self._close()
+        self._close_backward(place)
 
     # --- runs ------------------------------------------------------------------------------------
     def run(self, model: nn.Module, inputs: Mapping[str, Any], loss_of: Callable[..., Any]) -> None:
-        """One micro-batch; gradients stay, and the next adds to them."""
-        self._open, self._next, self._left = Pass(), 0, ()
-        self._first = ("before", 0) if self._order else ("after",)
+        """One micro-batch."""
+        self._end = ("before", 0) if self._order else ("after",)
         self._start()
         loss = loss_of(model, inputs)
         self._settle()
         if self._next != len(self._order):
             raise _IrregularError
-        self._open.forward["after",] = self._close()
+        self._close_forward(("after",))
         loss.backward()
         del loss
-        self._open.backward[self._first] = self._close()
-        frozen = itertools.takewhile(lambda place: place != self._first, self._open.forward)
-        self._open.backward.update({place: Segment(0, 0, (), ()) for place in frozen})
-        if set(self._open.backward) != set(self._open.forward):
-            raise _IrregularError
-        self.passes.append(self._open)
+        self._close_backward(self._end)
+        for each in (self.first, self.again):
+            frozen = itertools.takewhile(lambda place: place != self._end, each.forward)
+            each.backward.update({place: Segment(0, 0, (), ()) for place in frozen})
+            if set(each.backward) != set(each.forward):
+                raise _IrregularError
 
     def remove(self) -> None:
         """Take the hooks away."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from slapo.cost.layout import Layout
@@ -57,7 +58,12 @@ _Costs = dict[str, tuple[float, float]]
 
 def time_of(stages: list[StageParts], layout: Layout, machine: Machine, update: Update) -> StepTime:
     """Predict a step of a job whose ranks are neighbors by tp, then dp, then pp."""
-    costs = [_costs(parts, machine) for parts in stages]
+
+    @functools.cache  # most layers share their segments
+    def seconds(segment: Segment) -> tuple[float, float]:
+        return machine.time_of(segment.kernels), machine.communication(segment.collectives)
+
+    costs = [_costs(parts, seconds) for parts in stages]
     hops, backs = [], []
     for stage, parts in enumerate(stages):
         far = _leaves_node(stage, layout, machine)
@@ -65,7 +71,8 @@ def time_of(stages: list[StageParts], layout: Layout, machine: Machine, update: 
         hop, back = (machine.message(size, far) if size else 0.0 for size in sizes)
         hops.append(hop)
         backs.append(back)
-    end = _simulate(costs, hops, backs, layout)
+    passes = tuple((sum(each["F"]), sum(each["B"])) for each in costs)
+    end = _simulate(passes, tuple(hops), tuple(backs), layout.schedule, layout.micro_batches)
     count = layout.micro_batches
     slowest = max(costs, key=lambda c: c["F"][0] + c["B"][0] + c["F"][1] + c["B"][1])
     forward, backward = (count * slowest[kind][0] for kind in "FB")
@@ -94,46 +101,49 @@ def _leaves_node(stage: int, layout: Layout, machine: Machine) -> bool:
     return any(rank // node != (rank + ranks) // node for rank in own)
 
 
-def _costs(parts: StageParts, machine: Machine) -> _Costs:
-    # Most micro-batches add to gradients, as a later one does.
-    segments = {
-        "F": [step.forward for step in parts.steps],
-        "B": [step.backward(first=False) for step in parts.steps],
-    }
-
-    @functools.cache  # most layers share their segments
-    def seconds(segment: Segment) -> tuple[float, float]:
-        return machine.time_of(segment.kernels), machine.communication(segment.collectives)
-
+def _costs(parts: StageParts, seconds: Callable[[Segment], tuple[float, float]]) -> _Costs:
     def both(each: list[Segment]) -> tuple[float, float]:
         costs = [seconds(segment) for segment in each]
         return sum(compute for compute, _ in costs), sum(talk for _, talk in costs)
 
-    return {kind: both(each) for kind, each in segments.items()}
+    # Most micro-batches add to gradients, as a later one does.
+    return {
+        "F": both([step.forward for step in parts.steps]),
+        "B": both([step.backward(first=False) for step in parts.steps]),
+    }
 
 
-def _simulate(costs: list[_Costs], hops: list[float], backs: list[float], layout: Layout) -> float:
+@functools.lru_cache(maxsize=64)  # engines of one layout differ in their replicas alone
+def _simulate(
+    costs: tuple[tuple[float, float], ...],
+    hops: tuple[float, ...],
+    backs: tuple[float, ...],
+    schedule: str,
+    count: int,
+) -> float:
     """Return the end of the last stage; each runs its order as soon as inputs are there."""
-    stages, count = len(costs), layout.micro_batches
-    waiting = [list(order(layout.schedule, s, stages, count))[::-1] for s in range(stages)]
+    stages = len(costs)
+    waiting = [list(order(schedule, stage, stages, count))[::-1] for stage in range(stages)]
     free = [0.0] * stages
-    done: dict[tuple[str, int, int], float] = {}
+    #: ends of the micro-batches of each stage, in their order
+    ends: dict[str, list[list[float]]] = {kind: [[] for _ in costs] for kind in "FB"}
     moved = True
     while moved:
         moved = False
-        for stage, cost in enumerate(costs):
-            while waiting[stage]:
-                kind, number = waiting[stage][-1]
+        for stage, (forward, backward) in enumerate(costs):
+            events = waiting[stage]
+            while events:
+                kind, number = events[-1]
                 source = stage - 1 if kind == "F" else stage + 1
-                ready = 0.0
                 if 0 <= source < stages:
-                    if (kind, number, source) not in done:
+                    before = ends[kind][source]
+                    if number >= len(before):
                         break
-                    hop = hops[source] if kind == "F" else backs[stage]
-                    ready = done[kind, number, source] + hop
-                free[stage] = max(free[stage], ready) + sum(cost[kind])
-                done[kind, number, stage] = free[stage]
-                waiting[stage].pop()
+                    ready = before[number] + (hops[source] if kind == "F" else backs[stage])
+                    free[stage] = max(free[stage], ready)
+                free[stage] += forward if kind == "F" else backward
+                ends[kind][stage].append(free[stage])
+                events.pop()
                 moved = True
     return max(free)
 

@@ -284,7 +284,7 @@ class _Search:
         """All layouts of so many devices, or those alone that take the least memory.
 
         Micro-batches of one sample say which sizes of a layout are the fastest; only these get
-        larger ones, and only with what fits so far.
+        larger ones, with what fits so far and as long as it gains speed.
         """
         tried: list[Suggestion] = []
         refused: dict[str, int] = {}
@@ -314,8 +314,9 @@ class _Search:
         if not only_least:
             layouts = [each.dry_run.layout for each in _fitting(tried)]
             for size in [*dict.fromkeys((each.tp, each.pp) for each in layouts)][:FASTEST]:
-                micro = 2
-                while fit[size] and micro <= LARGEST_MICRO:
+                micro, slower = 2, 0.0
+                while fit[size] and micro <= LARGEST_MICRO and slower < _fastest(tried, *size):
+                    slower = _fastest(tried, *size)
                     fit[size] = extend(*size, micro, fit[size])
                     micro *= 2
         full = [each for each in tried if not each.dry_run.fits]
@@ -366,6 +367,12 @@ _Choice = tuple[int, int]
 def _fitting(tried: list[Suggestion]) -> tuple[Suggestion, ...]:
     fit = [each for each in tried if each.dry_run.fits]
     return tuple(sorted(fit, key=lambda each: -each.dry_run.throughput))
+
+
+def _fastest(tried: list[Suggestion], tp: int, pp: int) -> float:
+    """Samples per second of the best that fits of one size."""
+    runs = [each.dry_run for each in tried if each.dry_run.fits]
+    return max(r.throughput for r in runs if (r.layout.tp, r.layout.pp) == (tp, pp))
 
 
 def _sizes(gpus: int, devices: int) -> Iterator[tuple[int, int]]:

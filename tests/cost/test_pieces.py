@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import slapo
 from benchmark.measure import peak_of
 from slapo.cost import MACHINES, Update, dryrun
+from slapo.cost.meter import Meter
 from slapo.cost.models import for_training, shrink, training_inputs, untie
+from slapo.cost.runs import _run, loss_of_output
 from slapo.model_schedule import Recipe, apply_schedule, register_recipe
 from slapo.model_schedule.registry import recipe_of, unregister
 from tests.cost.real import config_of
@@ -54,6 +57,54 @@ def test_activations_in_flight_are_as_many_as_stages() -> None:
     held = [[stage.activations for stage in found.stages] for found in (few, many)]
     assert held[0] == held[1]
     assert held[0][1] > held[0][2] > held[0][3]  # the first has fewer layers, beside its embeddings
+
+
+class Kinds(nn.Module):
+    """Parameters whose gradients come about in different ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 16)
+        self.twice = nn.Linear(16, 16)
+        self.norm = nn.LayerNorm(16)
+        self.again = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        self.head = nn.Linear(16, 50, bias=False)
+        self.head.weight = self.table.weight
+        self.norm.bias.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.twice(self.twice(self.table(tokens)))
+        x = self.norm(checkpoint(self.again, x, use_reentrant=True))
+        return self.head(checkpoint(self.again, x, use_reentrant=False)).logsumexp(-1).sum()
+
+
+def test_a_later_micro_batch_is_that_of_a_second_run() -> None:
+    """Only the first is run; the second adds to the gradients that are there."""
+    inputs = {"tokens": torch.arange(24).view(2, 12)}
+    derived = _run(Kinds(), [], inputs, loss_of_output, rounding=1).again.backward["after",]
+    model = Kinds()
+    with Meter(model, kernels=True) as meter:
+        model(**inputs).backward()
+        loss = model(**inputs)
+        meter.peak = before = meter.alive
+        count = len(meter.kernels)
+        loss.backward()
+        del loss
+    kernels = meter.kernels[count:]
+    for kind in (sum, len):
+        assert kind([k.moved for k in derived.kernels]) == kind([k.moved for k in kernels])
+    assert derived.delta == meter.alive - before
+    assert derived.peak == meter.peak - before
+
+
+def test_sparse_gradients_do_not_count() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Embedding(50, 16, sparse=True), nn.Linear(16, 50))
+
+    ask = partial(dryrun, lambda sch: None, inputs=lambda n: {"input": torch.ones(n, 8).long()})
+    loss = {"loss_fn": lambda output, labels: output.sum(), "optimizer": torch.optim.SGD}
+    found = ask(make, machine="cpu", batch=2, **loss)
+    assert found.stages[0].gradients >= 4 * (16 * 50 + 50)
 
 
 def test_layers_dropped_by_chance_count_as_run() -> None:
