@@ -333,7 +333,7 @@ class Engine:
             )
 
     def _check_form(self, batch: Batch, cut_evenly: bool) -> None:
-        """Return whether the batch can be cut, and the model called with its parts."""
+        """Refuse a batch that cannot be cut, and a call that the model does not take."""
         given = (batch.args, batch.targets)
         shapes = [tensor.shape for tensor in tensors((given, batch.kwargs))]
         form = call_key(given, batch.kwargs), shapes

@@ -18,9 +18,9 @@ from torch.nn import Parameter
 
 from slapo.agreement import extremes, has_peers, on_every_rank
 from slapo.errors import PlacementError
-from slapo.framework_dialect.gradients import is_tensor_parallel
 from slapo.sharding.groups import handle_of
 from slapo.sharding.slicing import local_part
+from slapo.sharding.tags import is_tensor_parallel
 
 #: Random vectors for each gradient.
 _PRODUCTS = 4

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from slapo.mesh import device_of_world
 from slapo.sharding.slicing import is_sharded, local_part
-from slapo.sharding.tags import SHARERS
+from slapo.sharding.tags import SHARERS, is_tensor_parallel
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
@@ -77,11 +77,6 @@ def share_copies(copies: Sequence[Parameter], group: dist.ProcessGroup | None) -
         dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
     for other in others:
         other.copy_(first)
-
-
-def is_tensor_parallel(param: Tensor) -> bool:
-    """Return whether each tensor-parallel rank holds another slice of the parameter."""
-    return getattr(param, "orig_shape", None) is not None
 
 
 def is_counted_slice(param: Tensor) -> bool:

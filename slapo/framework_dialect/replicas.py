@@ -13,11 +13,11 @@ from torch.nn import Parameter
 
 from slapo.agreement import all_ranks_or_none, checksum, extremes, has_peers
 from slapo.errors import SlapoError
-from slapo.framework_dialect.gradients import distinct, is_tensor_parallel
+from slapo.framework_dialect.gradients import distinct
 from slapo.framework_dialect.runtime import Lowering
 from slapo.mesh import new_group
 from slapo.pipeline import Stage
-from slapo.sharding.tags import SHARERS
+from slapo.sharding.tags import SHARERS, is_tensor_parallel
 
 Named = Sequence[tuple[str, Tensor]]
 Group = dist.ProcessGroup | None

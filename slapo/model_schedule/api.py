@@ -18,7 +18,7 @@ from slapo.model_schedule.recipe import Recipe
 from slapo.model_schedule.registry import AUTO, DRAFT, have_one_recipe, recipe_of, schedule_of
 from slapo.schedule import Schedule, create_schedule
 
-assert families.__doc__, "imported for the recipes that it registers"
+assert families.__doc__, "families.py is imported for the recipes that it registers"
 
 
 def apply_schedule(

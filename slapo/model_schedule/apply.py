@@ -117,8 +117,6 @@ class _RecipeRun:
                     layer.sync("fwd_pre", verbs.require_seed)
                 layer.sync("fwd_pre", verbs.refuse_adapters)
             self.split_layers()
-            if self.recipe.special is not None:
-                self.recipe.special(self.base)
         if self.splits_vocabulary:
             self.split_vocabulary()
         self.checkpoint()

@@ -133,8 +133,6 @@ class Recipe:
         ``module:linear``: for each layer, a module and its linear layer whose bias goes with GELU.
     attention
         ``attention(sch, backend)``: where models do not ask Transformers' table for it.
-    special
-        ``special(sch)``, with the schedule of the base model: what only this family has.
     inputs
         ``inputs(config)``: example inputs for traces; token ids by default.
     splits
@@ -150,7 +148,6 @@ class Recipe:
     refuses: Mapping[str, str] = field(default_factory=dict)
     bias_gelu: str = ""
     attention: Callable[[Schedule, str], None] | None = None
-    special: Callable[[Schedule], None] | None = None
     inputs: Callable[[Any], dict[str, Any]] | None = None
     splits: Mapping[str, str] = field(default_factory=dict)
 

@@ -13,7 +13,7 @@ from slapo.sharding.layout import Layout
 from slapo.sharding.partial import has_bias, is_deferring
 from slapo.sharding.state import Sharding, sharding_of
 from slapo.sharding.sync import REDUCTIONS
-from slapo.sharding.tags import has_partial_grad
+from slapo.sharding.tags import has_partial_grad, is_tensor_parallel
 from slapo.sharding.vocab import is_masked
 from slapo.wrapper import innermost
 
@@ -50,9 +50,9 @@ def _check_bias(path: str, module: nn.Module, state: Sharding) -> None:
 def _check_unknown(path: str, module: nn.Module, state: Sharding) -> None:
     """A class of which nothing is known may add what it holds whole once per rank."""
     own = {name: p for name, p in module._parameters.items() if p is not None}
-    wholes = [n for n, p in own.items() if not (_is_slice(p) or has_partial_grad(p))]
+    wholes = [n for n, p in own.items() if not (is_tensor_parallel(p) or has_partial_grad(p))]
     known = state.layout != Layout() or is_deferring(module)
-    if known or not _reduces(state) or not wholes or not any(map(_is_slice, own.values())):
+    if known or not _reduces(state) or not wholes or not any(map(is_tensor_parallel, own.values())):
         return
     raise SlapoError(
         f"{path!r}: nothing is known of {type(module).__name__}, whose output is reduced and whose "
@@ -66,7 +66,7 @@ def _check_unknown(path: str, module: nn.Module, state: Sharding) -> None:
 def _check_sums(path: str, module: nn.Module, state: Sharding) -> None:
     """Refuse a sum of an output that each rank computes whole, or of its gradient."""
     params = list(module.parameters())
-    if not params or any(map(_is_slice, params)):
+    if not params or any(map(is_tensor_parallel, params)):
         return
     if _reduces(state) and not state.specs:
         raise SlapoError(
@@ -116,7 +116,3 @@ def _check_vocabulary(path: str, outer: nn.Module, state: Sharding) -> None:
 
 def _reduces(state: Sharding) -> bool:
     return any(sync.mode == "fwd_post" and sync.op in REDUCTIONS for sync in state.syncs)
-
-
-def _is_slice(param: nn.Parameter) -> bool:
-    return getattr(param, "orig_shape", None) is not None

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from slapo.sharding.collectives import copy_to_group
-from slapo.sharding.groups import GroupHandle
 from slapo.sharding.sync import SyncOp
 from slapo.wrapper import innermost
 
@@ -26,6 +24,7 @@ class SyncHook:
 
     def __init__(self, function: Callable[[Tensor], Tensor], mode: str) -> None:
         self.function, self._slapo_mode = function, mode
+        #: what it calls: a trace puts a call of its own here meanwhile (graph/trace/leaves.py)
         self._slapo_carry = function
 
     def __repr__(self) -> str:
@@ -101,27 +100,18 @@ def _with_item(output: Mapping[Any, Any], key: Any, value: Tensor) -> Any:
     return new
 
 
-@dataclasses.dataclass(frozen=True)
-class GradientSum:
-    """The identity, with a gradient that is summed over the group."""
-
-    #: handle of the ranks
-    group: GroupHandle
-    __name__ = "copy_to_group"
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        """Pass the tensor on, with a backward of its own if it needs a gradient."""
-        return copy_to_group(tensor, self.group.group)
-
-
 class GradientHook(SyncHook):
-    """A pre-forward hook that sums gradients of inputs over the group."""
+    """A pre-forward hook that sums gradients of inputs over the group.
+
+    A sum of gradients is placed in the forward pass: each input goes through an operation that
+    returns it as it is, and whose backward is the all-reduce.
+    """
 
     function: SyncOp
 
     def __init__(self, op: SyncOp) -> None:
         super().__init__(op, "bwd_post")
-        self._slapo_carry = GradientSum(op.group)
+        self._slapo_carry = dataclasses.replace(op, name="all_reduce_grad", argument=None)
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pass them on, with a backward of their own."""

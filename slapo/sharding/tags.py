@@ -34,6 +34,11 @@ def apply_tags(param: Tensor, tags: Mapping[str, Any], group: dist.ProcessGroup 
         setattr(param, _SUMMED, _sum_gradient(param, over))
 
 
+def is_tensor_parallel(param: Tensor) -> bool:
+    """Return whether each tensor-parallel rank holds another slice of the parameter."""
+    return getattr(param, "orig_shape", None) is not None
+
+
 def is_summed(param: Tensor | None) -> bool:
     """Return whether its gradient is summed over ranks of the schedule, or those that share it."""
     return has_partial_grad(param) or hasattr(param, SHARERS)

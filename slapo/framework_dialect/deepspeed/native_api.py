@@ -14,12 +14,12 @@ from slapo.errors import SlapoError
 from slapo.framework_dialect.deepspeed import config as configs
 from slapo.framework_dialect.deepspeed.initialize import initialize, topology_of
 from slapo.framework_dialect.deepspeed.load import import_deepspeed, quiet
-from slapo.framework_dialect.gradients import is_tensor_parallel
 from slapo.framework_dialect.optimizers import make_optimizer, place_steps
 from slapo.framework_dialect.options import FLAG
 from slapo.framework_dialect.replicas import share_values, shared_parameters
 from slapo.framework_dialect.runtime import Lowering
 from slapo.mesh import device_of_world
+from slapo.sharding.tags import is_tensor_parallel
 from slapo.utils.calls import as_call
 
 #: Arguments of build that need a mesh -> their entry in the config; None where there is none.

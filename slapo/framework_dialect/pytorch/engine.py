@@ -137,7 +137,7 @@ class TorchEngineBase(Engine):
         for part in self._sharded:
             part.reshard()
 
-    renew_masters = _drop_gathered
+    renew_masters = _drop_gathered  # shards are the masters: only what was gathered of them is old
 
     def held(self) -> list[Held]:
         self._drop_gathered()
