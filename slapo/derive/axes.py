@@ -9,6 +9,7 @@ axis of all its weights, and features within a head another one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from math import prod
 
 
@@ -61,7 +62,8 @@ def factors(term: Iterable[Axis]) -> list[Axis]:
     """The axes of a dimension as they are now, without those of size 1."""
     found: list[Axis] = []
     for axis in term:
-        axis = axis.final
+        if axis._same_as is not None:
+            axis = axis.final
         if axis.product is not None:
             found += factors(axis.product)
         elif axis.size != 1:
@@ -71,15 +73,19 @@ def factors(term: Iterable[Axis]) -> list[Axis]:
 
 def size_of(term: Iterable[Axis]) -> int:
     """The size of a dimension."""
-    return prod(axis.size for axis in term)
+    size = 1
+    for axis in term:
+        size *= axis.size
+    return size
 
 
 def keep_whole(term: Iterable[Axis], why: str) -> None:
     """Note that no axis of a dimension can be sharded."""
     for axis in factors(term):
-        axis.whole = axis.whole or why
-        for block in axis.blocks or ():
-            keep_whole(block, why)
+        if not axis.whole:  # else its blocks are, too
+            axis.whole = why
+            for block in axis.blocks or ():
+                keep_whole(block, why)
 
 
 def _split(axis: Axis, outer: int) -> Term:
@@ -134,7 +140,7 @@ def _merge(a: Axis, b: Axis, why: str) -> None:
 
 
 def _ends(blocks: Sequence[Term]) -> list[int]:
-    return [sum(map(size_of, blocks[: count + 1])) for count in range(len(blocks))]
+    return list(accumulate(map(size_of, blocks)))
 
 
 # --- blocks -------------------------------------------------------------------------------------
@@ -192,7 +198,7 @@ def _cut_row(blocks: Sequence[Term], sizes: Sequence[int]) -> list[Term] | None:
                 left.insert(0, pieces[1])
             mine.append(block)
             size -= own
-        found.append(concatenated(mine))
+        found.append(mine[0] if len(mine) == 1 else concatenated(mine))
     return found
 
 
