@@ -331,14 +331,15 @@ def _layout_rows(quick: bool, progress: Progress) -> Iterator[dict[str, Any]]:
 def predict_layouts(model: str, ranks: int) -> dict[str, Any]:
     """All layouts of a model on so many ranks, and the largest resident memory of this process."""
     is_small = model == "small"
-    config = _llama(is_small)
+    config = llama(is_small)
     widths, depths = ((2,), (2,)) if is_small else ((4, 8), (4, 8, 16))
     choices = itertools.product(widths, depths, (False,) if is_small else (False, True), (0.0, 1.0))
     rows = [_layout_row(config, ranks, *choice) for choice in choices]
     return {"rows": rows, "peak_mb": peak_megabytes()}
 
 
-def _llama(is_small: bool) -> Any:
+def llama(is_small: bool) -> Any:
+    """The config of Llama 70B, or of a small model."""
     from transformers import LlamaConfig
 
     if is_small:
