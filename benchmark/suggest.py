@@ -19,6 +19,7 @@ from benchmark.tuning_ranks import train_main
 from benchmark.tuning_space import TINY, WORK, Work, machines, token_loss
 from slapo.autotune import Refused, tune
 from slapo.autotune.space import survey
+from slapo.cost import api
 from slapo.cost.suggestions import ENGINES, RATIOS, Suggestion
 
 #: The measured best layout has to be among so many suggestions.
@@ -93,6 +94,7 @@ def run(quick: bool, progress: Progress) -> Result:
         Target(f"loss of speed by the best of {FIRST} suggestions", loss, 0.03),
     ]
     for gpus in () if quick else GPUS:
+        api._RUNS.clear()  # those of the devices before
         start = time.process_time()
         slapo.suggest(llama(is_small=False), gpus=gpus)
         spent = time.process_time() - start

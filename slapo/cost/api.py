@@ -185,7 +185,7 @@ def dryrun(
         machine=node,
         layout=layout,
         stages=memory,
-        time=time_of(parts, layout, node, update),
+        timed=partial(time_of, parts, layout, node, update),
         flops=job.flops(parts) * layout.micro_batches * layout.dp,
         tokens=tokens * layout.micro_batches * layout.dp,
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ class DryRun:
         On which, and how.
     stages
         Memory of a rank of each pipeline stage; ranks of a stage are alike.
-    time
-        Of a step.
+    timed
+        Makes :attr:`time`, which a search asks only of layouts that fit.
     flops
         Floating-point operations of a step's products over all replicas, without those that are
         recomputed, and once where ranks that share a layer repeat them.
@@ -56,9 +57,14 @@ class DryRun:
     machine: Machine
     layout: Layout
     stages: tuple[Memory, ...]
-    time: StepTime
+    timed: Callable[[], StepTime] = field(repr=False, compare=False)
     flops: float
     tokens: int
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Seconds of a step, in parts."""
+        return self.timed()
 
     @property
     def peak(self) -> int:
