@@ -263,14 +263,14 @@ def context() -> multiprocessing.context.ForkServerContext:
     """Return the context whose server has imported what the ranks need."""
     found = multiprocessing.get_context("forkserver")
     preload = ["pytest"]
-    # In a run of the whole suite, what later tests need too: the server starts with the first one.
+    # In a run of the whole suite, what any test needs: conftest.py starts the server before all.
     is_whole = "PYTEST_XDIST_WORKER" in os.environ
     for package, parts in _COSTLY.items():
         if package in sys.modules or (is_whole and importlib.util.find_spec(package)):
             preload += [package, *parts]
     preload += sorted(name for name in sys.modules if name.startswith("transformers.models."))
     preload += ["tests.warm"] if "transformers" in preload else []
-    # Has an effect until the server runs, which is from the first job on.
+    # Has an effect until the server runs, at the latest from the first job on.
     found.set_forkserver_preload(preload)
     return found
 

@@ -94,10 +94,9 @@ def memory_of(
 
 def _run(parts: StageParts, state: _State, layout: Layout, stage: int) -> tuple[int, int]:
     """Return the peak of activations, and the peak of all that comes and goes."""
-    # Between the first micro-batches and the last all are alike, so that a few stand for them.
-    count = min(layout.micro_batches, layout.pp + 2)
-    if layout.schedule == "gpipe":
-        count = layout.micro_batches
+    # Between the first micro-batches of 1F1B and the last all are alike: a few stand for them.
+    is_short = layout.schedule != "gpipe"
+    count = min(layout.micro_batches, layout.pp + 2) if is_short else layout.micro_batches
     received = parts.received.gradient if parts.received else 0
     sent = parts.sent.gradient if parts.sent else 0
     alive = gradients = extra = most = peak = 0

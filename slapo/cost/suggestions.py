@@ -314,11 +314,13 @@ class _Search:
         if not only_least:
             layouts = [each.dry_run.layout for each in _fitting(tried)]
             for size in [*dict.fromkeys((each.tp, each.pp) for each in layouts)][:FASTEST]:
-                micro, slower = 2, 0.0
-                while fit[size] and micro <= LARGEST_MICRO and slower < _fastest(tried, *size):
-                    slower = _fastest(tried, *size)
+                micro, before = 2, 0.0
+                while fit[size] and micro <= LARGEST_MICRO:
+                    now = _fastest(tried, *size)
+                    if now <= before:
+                        break
                     fit[size] = extend(*size, micro, fit[size])
-                    micro *= 2
+                    micro, before = 2 * micro, now
         full = [each for each in tried if not each.dry_run.fits]
         closest = min(full, key=lambda each: each.dry_run.peak, default=None)
         advice = "" if tried else "no layout can run: " + "; ".join(refused)
