@@ -800,7 +800,7 @@ def test_the_guide_tells_what_steps_take_and_give() -> None:
         f"| `{s.name}` | {side(s.takes, s.takes_along)} | {side(s.gives, s.gives_along)} |"
         for s in STEPS
     ]
-    text = (Path(__file__).parents[2] / "docs" / "check.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "tables.md").read_text()
     assert "\n".join(["| step | takes | gives |", "| --- | --- | --- |", *rows]) in text
 
 
