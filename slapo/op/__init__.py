@@ -1,11 +1,11 @@
-"""Modules and functions that a schedule swaps in."""
+"""Modules and functions that schedules put into a model."""
 
 from typing import TYPE_CHECKING, Any
 
 from slapo.late import attribute
 from slapo.op.attention import FlashAttention, FlashAttentionOp, attend
 
-# A file of the same name, which Python would bind instead.
+# Imported here: Python would bind the file of the same name instead.
 from slapo.op.checkpoint import CheckPointWrapper, ForkRNGWrapper, checkpoint
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ __all__ = [
     "use_attention",
 ]
 
-#: Schedules need few of these names: each is imported when it is first asked for.
+#: Imported on first access, since schedules need few of these names.
 _HOMES = {
     "cross_entropy": ("ParallelCrossEntropy",),
     "interface": ("GPTNeoAttention", "use_attention"),

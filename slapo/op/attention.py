@@ -1,4 +1,4 @@
-"""Attention: as a function with several kernels behind it, and as modules."""
+"""Attention: a function with several kernels, and modules."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ logger = get_logger()
 
 BACKENDS = ("auto", "eager", "sdpa", "flash", "xformers")
 
-#: Names that published schedules have for kernels of two packages.
+#: Names in published schedules for kernels of two packages.
 _PUBLISHED = {
     **dict.fromkeys(("native_xformers", "cutlass", "triton"), "xformers"),
     **dict.fromkeys(("native_flash_attn", "flash_attn", "cuda"), "flash"),
 }
-#: From so many keys on, SDPA is faster than eager attention with a bias for each pair (measured on
-#: a CPU in float32: its fast kernels do not take one that needs a gradient).
+#: Number of keys from which SDPA is faster than eager attention with a per-pair bias, measured on a
+#: CPU in float32. SDPA's fast kernels do not accept a bias that needs a gradient.
 _LONG = 1024
 _HALVES = (torch.float16, torch.bfloat16)
 #: Query, key and value.
@@ -52,20 +52,21 @@ def attend(
         ``(batch, heads, seq, head_size)``.
     key, value
         ``(batch, kv_heads, kv_seq, head_size)``; each of their heads serves ``heads / kv_heads``
-        heads of the query.
+        query heads.
     mask
-        Of four dimensions, broadcastable to ``(batch, heads, seq, kv_seq)``: booleans, True where
-        a query may look; or numbers to add.
+        Four dimensions, broadcastable to ``(batch, heads, seq, kv_seq)``. Either booleans, True for
+        keys that a query may attend to, or values to add to the logits.
     bias
-        Numbers to add as well, such as a learned bias of relative positions.
+        Further values to add to the logits, such as a learned relative position bias.
     is_causal
-        Whether queries look at no later token. They are the last ones of the keys: query ``i`` sees
-        keys up to ``i + kv_seq - seq``. A mask holds beside it.
+        Hide later tokens. Queries are the last tokens of the keys: query ``i`` sees keys up to ``i
+        + kv_seq - seq``. A mask applies in addition.
     scale
         ``1 / sqrt(head_size)`` by default.
     dropout
-        Probability for each weight. Where the random tracker has a state
-        (:func:`slapo.set_random_seed`), it is drawn from that: heads are on several ranks then.
+        Dropout probability of the attention weights. If the random tracker has a tensor-parallel
+        state (:func:`slapo.set_random_seed`), that state draws the mask, since heads are sharded
+        then.
     backend
         ``"eager"``, ``"sdpa"`` (torch's), ``"flash"`` (the package flash-attn; CUDA, half
         precision, neither mask nor bias), ``"xformers"`` (CUDA), or ``"auto"``: eager on CPU for a
@@ -74,15 +75,15 @@ def attend(
     Returns
     -------
     Tensor
-        ``(batch, heads, seq, head_size)``; zeros or a mean of the values for a query that may look
-        nowhere, never nan.
+        ``(batch, heads, seq, head_size)``; zeros or a mean of the values for a query without
+        visible keys, never nan.
 
     Raises
     ------
     ValueError
-        For shapes that do not fit, or what the named backend cannot do.
+        If shapes do not match, or the named backend does not support the arguments.
     MissingPackageError
-        If it is not installed.
+        If the backend's package is not installed.
 
     Examples
     --------
@@ -109,12 +110,9 @@ def attend(
 
 
 def known_backend(name: Any) -> str:
-    """The backend of a name; of a published one for a kernel that this machine lacks, ``"auto"``.
+    """Return the backend for a name; ``"auto"`` for a published kernel that this machine lacks.
 
-    Raises
-    ------
-    ValueError
-        For a name that never was one.
+    Raises ``ValueError`` for an unknown name.
     """
     if name in BACKENDS:
         return str(name)
@@ -129,15 +127,15 @@ def known_backend(name: Any) -> str:
 
 
 def drawing(dropout: float) -> AbstractContextManager[None]:
-    """Draw dropout for the heads of this rank from the tracker's state of its own."""
+    """Draw the dropout of this rank's heads from the tracker's tensor-parallel state."""
     tracker = get_rng_tracker()
-    # A tracker may have other states only, which are the user's own.
+    # The tracker may hold only states of the user's own.
     is_split = dropout > 0 and TENSOR_PARALLEL in tracker.get_states()
     return tracker.fork() if is_split else nullcontext()
 
 
 def check_available(backend: str, query: Tensor | None = None) -> None:
-    """Refuse an unknown backend, and one that this machine cannot run, or not for this query."""
+    """Raise for an unknown backend, or one that cannot run on this machine or this query."""
     if backend not in BACKENDS:
         raise ValueError(f"attention by {backend!r} is not known; pass one of {list(BACKENDS)}")
     package = {"flash": "flash_attn", "xformers": "xformers"}.get(backend)
@@ -168,7 +166,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _check_mask(mask: Tensor | None) -> None:
-    """Refuse masks that would hide other pairs, or next to none, as integers that are added."""
+    """Raise for ambiguous masks: fewer than four dimensions, or integers."""
     if mask is not None and mask.dim() != 4:
         raise ValueError(
             f"mask of shape {tuple(mask.shape)} may mean samples or queries by its first "
@@ -188,7 +186,7 @@ def _least(dtype: torch.dtype) -> float:
 
 
 def as_added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn a boolean mask into numbers to add to the logits."""
+    """Convert a boolean mask to values to add to the logits."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, _least(dtype))
@@ -204,7 +202,7 @@ def both_masks(mask: Tensor | None, seen: Tensor) -> Tensor:
 
 
 def causal_mask(query: Tensor, key: Tensor, first: bool = False) -> Tensor:
-    """``(seq, kv_seq)``, True where a query may look; queries are the last tokens, or the first."""
+    """``(seq, kv_seq)`` mask, True for visible keys; queries are the last tokens, or the first."""
     rows, columns = query.shape[-2], key.shape[-2]
     whole = torch.ones(rows, columns, dtype=torch.bool, device=query.device)
     return whole.tril(0 if first else columns - rows)
@@ -212,7 +210,7 @@ def causal_mask(query: Tensor, key: Tensor, first: bool = False) -> Tensor:
 
 # --- kernels -------------------------------------------------------------------------------------
 def _repeated(states: Tensor, heads: int) -> Tensor:
-    """Repeat the heads of keys or values, once for each head of queries."""
+    """Repeat the heads of keys or values, once for each query head."""
     own = states.shape[1]
     if own == heads:
         return states
@@ -222,7 +220,7 @@ def _repeated(states: Tensor, heads: int) -> Tensor:
 def _eager(
     states: _States, mask: Tensor | None, is_causal: bool, scale: float | None, dropout: float
 ) -> Tensor:
-    """Compute the reference: weights in float32, as Transformers computes them."""
+    """Reference attention; weights in float32, as in Transformers."""
     query = states[0]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     key, value = (_repeated(each, query.shape[1]) for each in states[1:])
@@ -232,7 +230,7 @@ def _eager(
     least = _least(weights.dtype)
     if mask is not None and mask.dtype == torch.bool:
         weights = weights.masked_fill(~mask, least)
-    elif mask is not None:  # clamped, since a row of -inf alone would be nan
+    elif mask is not None:  # clamp: a row of only -inf would give nan
         weights = (weights + mask).clamp(min=least)
     precise = torch.promote_types(weights.dtype, torch.float32)
     weights = weights.softmax(-1, dtype=precise).to(query.dtype)
@@ -243,11 +241,11 @@ def _sdpa(
     states: _States, mask: Tensor | None, is_causal: bool, scale: float | None, dropout: float
 ) -> Tensor:
     query, key, value = states
-    # Torch's own flag means query i sees keys up to i, and excludes a mask.
+    # Torch's flag aligns query i with key i, and excludes a mask.
     plain = mask is None and query.shape[-2] == key.shape[-2]
     if is_causal and not plain:
         mask = both_masks(mask, causal_mask(query, key))
-    # Kernels that take grouped heads take no mask: with one the math kernel would run.
+    # Kernels for grouped heads take no mask; with one, torch would fall back to the math kernel.
     grouped = mask is None and query.shape[1] != key.shape[1]
     if not grouped:
         key, value = (_repeated(each, query.shape[1]) for each in (key, value))
@@ -281,7 +279,7 @@ def _xformers(
     query = states[0]
     key, value = (_repeated(each, query.shape[1]) for each in states[1:])
     mask = both_masks(mask, causal_mask(query, key)) if is_causal else mask
-    if mask is not None:  # it takes numbers for every pair
+    if mask is not None:  # it needs a value for every pair
         pairs = (*query.shape[:-1], key.shape[-2])
         mask = as_added(mask, query.dtype).to(query.dtype).expand(pairs)
     moved = (each.transpose(1, 2).contiguous() for each in (query, key, value))
@@ -306,14 +304,14 @@ class FlashAttentionOp(nn.Module):
     attn_op_name
         As `backend` of :func:`slapo.op.attend`.
     apply_causal_mask
-        Whether queries look at no later token.
+        Hide later tokens.
     scale
         ``1 / sqrt(head_size)`` by default.
 
     Raises
     ------
     ValueError
-        For an unknown name.
+        For an unknown backend.
 
     Examples
     --------
@@ -341,14 +339,14 @@ class FlashAttentionOp(nn.Module):
         attention_mask: Tensor | None = None,
         p: float = 0.0,
     ) -> Tensor:
-        """``(batch, seq, heads, head_size)`` each -> the same.
+        """Attend; inputs and output have shape ``(batch, seq, heads, head_size)``.
 
         Parameters
         ----------
         attention_mask
-            As `mask` of :func:`slapo.op.attend`; holds beside the causal one.
+            As `mask` of :func:`slapo.op.attend`; applies in addition to the causal mask.
         p
-            Probability of dropout.
+            Dropout probability.
         """
         states = (each.transpose(1, 2) for each in (query, key, value))
         output = attend(
@@ -362,14 +360,13 @@ class FlashAttentionOp(nn.Module):
         return output.transpose(1, 2)
 
     def extra_repr(self) -> str:
-        """Options that differ between two of them."""
         return f"{self.attn_op_name!r}, apply_causal_mask={self.apply_causal_mask}"
 
 
 class FlashAttention(nn.Module):
     """Self or cross attention with its projections.
 
-    Its heads are counted by the size of one, so that it goes on when a schedule shards the
+    The forward derives the number of heads from the head size, so schedules can shard the
     projections: ``query``, ``key``, ``value`` (or ``qkv``, with ``blocks=3``) along axis 0,
     ``out_proj`` along axis 1.
 
@@ -378,22 +375,22 @@ class FlashAttention(nn.Module):
     hidden_size, num_attention_heads
         The second divides the first.
     output_proj
-        Whether heads are mixed at the end.
+        Add a projection that mixes the heads.
     attn_pdrop, resid_pdrop
-        Dropout of the weights, and of the output.
+        Dropout probability of the attention weights, and of the output.
     attn_op_name
         As `backend` of :func:`slapo.op.attend`.
     fused_qkv
-        Whether query, key and value are one layer; for self attention only.
+        Compute query, key and value in one layer; for self attention only.
     bias
-        Of all projections.
+        Add a bias to all projections.
     causal
-        Whether tokens look at no later ones.
+        Hide later tokens.
 
     Raises
     ------
     ValueError
-        If the heads do not divide the features.
+        If the number of heads does not divide the hidden size.
 
     Examples
     --------
@@ -439,19 +436,19 @@ class FlashAttention(nn.Module):
         attention_mask: Tensor | None = None,
         key_value_states: Tensor | None = None,
     ) -> Tensor:
-        """``(batch, seq, hidden)`` -> the same.
+        """Attend; input and output have shape ``(batch, seq, hidden)``.
 
         Parameters
         ----------
         attention_mask
             As `mask` of :func:`slapo.op.attend`.
         key_value_states
-            ``(batch, kv_seq, hidden)``: what is looked at in place of the tokens themselves.
+            ``(batch, kv_seq, hidden)``: source of keys and values in cross attention.
 
         Raises
         ------
         ValueError
-            For `key_value_states` where query, key and value are one layer.
+            For `key_value_states` with ``fused_qkv=True``.
         """
         query, key, value = self._projected(hidden_states, key_value_states)
         p = self.attn_pdrop if self.training else 0.0

@@ -18,36 +18,37 @@ from slapo.errors import SlapoError
 from slapo.random import get_rng_tracker
 from slapo.wrapper import ModuleWrapper
 
-#: Picks the positional arguments that a checkpointed module is called with.
+#: Selects the positional arguments of a checkpointed module.
 OrderArgs = Callable[..., tuple[Any, ...]]
 
 
 def checkpoint(
     function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any
 ) -> Any:
-    """Call `function` and recompute its activations in the backward pass instead of keeping them.
+    """Call `function` and recompute its activations in the backward pass instead of storing them.
 
-    Beside the default random states, which ``torch.utils.checkpoint`` restores, the states of the
-    random tracker are the same in both runs, so dropout under ``fork_rng`` draws the same mask.
+    ``torch.utils.checkpoint`` restores the default random states. Here the recomputation also uses
+    the same states of the random tracker, so dropout under ``fork_rng`` draws the same mask.
 
     Parameters
     ----------
     function
-        Any callable, a module for one.
+        Any callable, such as a module.
     *args, **kwargs
-        Its arguments.
+        Arguments of `function`.
     use_reentrant
         As in ``torch.utils.checkpoint.checkpoint``.
 
     Returns
     -------
     Any
-        What `function` returns.
+        Result of `function`.
 
     Raises
     ------
     SlapoError
-        If `function` is a module that would not train: reentrant, and no input needs a gradient.
+        If `function` is a module that would not train, because `use_reentrant` is True and no input
+        needs a gradient.
 
     Examples
     --------
@@ -73,13 +74,13 @@ def checkpoint(
         function = _Replayed(function, states, kept)
     if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
         function = _unprofiled(function)
-        # A recomputation ends early by an exception, which no script lets through.
+        # Early stop ends a recomputation by an exception, which scripts do not propagate.
         kwargs["early_stop"] = False
     return torch_checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
 
 
 def _check_reentrant(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Refuse inputs without gradients: torch takes the module for a constant then."""
+    """Raise if no input needs a gradient: torch would treat the module as a constant."""
     if not torch.is_grad_enabled() or any(
         isinstance(value, torch.Tensor) and value.requires_grad for value in args
     ):
@@ -93,9 +94,9 @@ def _check_reentrant(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 class _Replayed:
-    """A function whose later calls see the tracker's states of the first call.
+    """A function whose later calls reuse the tracker's states of the first call.
 
-    They leave running statistics of norms alone, since the first call has counted its batch.
+    Later calls do not change running statistics of norms; the first call counted the batch.
     """
 
     def __init__(self, function: Callable[..., Any], states: Any, kept: list[nn.Module]) -> None:
@@ -122,8 +123,8 @@ class _Replayed:
 
 
 def _unprofiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # TorchScript saves other tensors in the runs that it profiles than in later ones, and a
-    # recomputation would not find those of the first run.
+    # In its profiling runs, TorchScript saves other tensors than in later runs. A recomputation
+    # would not find the tensors of the first run.
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch.jit.optimized_execution(False):
             return function(*args, **kwargs)
@@ -134,7 +135,7 @@ def _unprofiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _without_cache(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Drop key-value caches from the arguments: recomputing would append to them again."""
+    """Drop key-value caches from the arguments, because the recomputation would append again."""
     if not any(map(_is_cache, (*args, *kwargs.values()))):
         return args, kwargs
     positional = tuple(None if _is_cache(value) else value for value in args)
@@ -162,8 +163,8 @@ class CheckPointWrapper(ModuleWrapper):
     mod
         The module to run.
     order_args_fn
-        Called with the arguments of the call, returns the tuple of positional arguments to call
-        `mod` with; None passes all of them on.
+        Function from the call's arguments to the tuple of positional arguments for `mod`; None
+        passes all arguments on.
     use_reentrant
         As in ``torch.utils.checkpoint.checkpoint``.
 
@@ -179,14 +180,14 @@ class CheckPointWrapper(ModuleWrapper):
         self, mod: nn.Module, order_args_fn: OrderArgs | None = None, use_reentrant: bool = False
     ) -> None:
         super().__init__(mod)
-        # Not set as attributes: those that the wrapped module has too would be set there.
+        # Set as attributes, they would end up on a wrapped module with attributes of the same name.
         self.__dict__.update(order_args_fn=order_args_fn, use_reentrant=use_reentrant)
 
     @classmethod
     def around_view(
         cls, view: nn.Module, order_args_fn: OrderArgs | None, use_reentrant: bool
     ) -> CheckPointWrapper:
-        """A wrapper around operations of another module, whose state keeps its names there."""
+        """Checkpoint operations of another module; its state keeps the names of that module."""
         wrapper = cls(nn.Module(), order_args_fn, use_reentrant)
         wrapper.__dict__["mod"] = view
         return wrapper
@@ -196,7 +197,7 @@ class CheckPointWrapper(ModuleWrapper):
         if self.order_args_fn is not None:
             args, kwargs = tuple(self.order_args_fn(*args, **kwargs)), {}
         if not torch.is_grad_enabled():
-            return self.mod(*args, **kwargs)  # there is no backward pass to recompute for
+            return self.mod(*args, **kwargs)  # no backward pass, so no recomputation
         args, kwargs = _without_cache(args, kwargs)
         return checkpoint(self.mod, *args, use_reentrant=self.use_reentrant, **kwargs)
 
@@ -205,6 +206,6 @@ class ForkRNGWrapper(ModuleWrapper):
     """A module whose forward draws from the tensor-parallel random state."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module under the tracker's state."""
+        """Call the wrapped module under the tracker's random state."""
         with get_rng_tracker().fork():
             return self.mod(*args, **kwargs)

@@ -18,33 +18,33 @@ from slapo.op.dispatch import is_graph_kept, refuse_graph
 from slapo.sharding.groups import group_rank, group_size, handle_of, share_of
 from slapo.sharding.steps import Step, carry_out
 
-#: The label of tokens that do not count, as everywhere in torch.
+#: Label of ignored tokens, torch's default.
 IGNORED = -100
-#: Remedy where a gradient of the gradient is asked for.
+#: Remedy in the error for a gradient of the gradient.
 INSTEAD = "use torch.nn.functional.cross_entropy"
 
-# Steps, so that a watched run may leave the communication out. They do not show how slices become
-# whole: the placement check has rules for the autograd functions that take them.
+# Steps, so that a watched run can skip the communication. They do not describe the gathering of
+# slices: the placement check has rules for the autograd functions that take them.
 _COLUMNS = Step("all_gather of columns", "replicate", "replicate")
 _PEAK = Step("all_reduce of the largest logits", "replicate", "replicate")
 _TERMS = Step("all_reduce of the losses' terms", "replicate", "replicate")
 
 
 class ParallelCrossEntropy(nn.Module):
-    """Cross entropy of each token, from the columns of the logits that each rank has.
+    """Cross entropy of each token, from each rank's columns of the logits.
 
-    The whole logits never exist: the ranks exchange one maximum and one packed sum of a few
-    numbers per token.
+    The full logits never exist. The ranks exchange one maximum and one packed sum of a few values
+    per token.
 
     Parameters
     ----------
     group
-        The ranks that shard the vocabulary, as ``torch.chunk`` cuts it; None is the default
-        group, or a world of one where ``torch.distributed`` is not initialized.
+        Ranks that shard the vocabulary, cut as by ``torch.chunk``. None is the default group, or a
+        world of one if ``torch.distributed`` is not initialized.
     ignore_index
-        The label of tokens whose loss is 0, and which give no gradient.
+        Label of tokens with loss 0 and no gradient.
     label_smoothing
-        The share of the target that is spread over the whole vocabulary, as in torch.
+        Share of the target that is spread over the full vocabulary, as in torch.
 
     Examples
     --------
@@ -61,43 +61,43 @@ class ParallelCrossEntropy(nn.Module):
     ) -> None:
         super().__init__()
         check_smoothing("ParallelCrossEntropy", label_smoothing)
-        # A handle, which copies of the module share and pickles find again.
+        # A handle: copies of the module share it, and pickles find the group again.
         self._group = handle_of(group)
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks that shard the vocabulary; None outside of ``torch.distributed``."""
+        """The ranks that shard the vocabulary; None without ``torch.distributed``."""
         found = self._group.group
         if found is None and dist.is_available() and dist.is_initialized():
             return dist.group.WORLD
         return found
 
     def forward(self, logits: Tensor, labels: Tensor, vocab_size: int | None = None) -> Tensor:
-        """The loss of each token; the mean over them is the caller's.
+        """Return the loss of each token; the caller takes the mean.
 
         Parameters
         ----------
         logits
-            ``(..., own columns)``, of a floating-point type; not changed.
+            ``(..., own columns)``, floating point; not changed.
         labels
             ``(...)``, integers, the same on all ranks.
         vocab_size
-            Columns of all ranks together. Where it is left out and there are several ranks, they
-            tell each other, in one more collective.
+            Total number of columns on all ranks. If omitted, several ranks exchange it in one more
+            collective.
 
         Returns
         -------
         Tensor
-            ``(...)``, float32, the same on all ranks; 0 where the label is `ignore_index`.
+            ``(...)``, float32, the same on all ranks; 0 for labels equal to `ignore_index`.
 
         Raises
         ------
         ValueError
-            If shapes do not fit, or the logits are not this rank's part of `vocab_size` columns.
+            If shapes do not match, or the logits are not this rank's part of `vocab_size` columns.
         IndexError
-            On CPU, for a label that no rank has a column for. Elsewhere its loss is nan, as values
-            are not looked at.
+            On CPU, for a label outside the columns of all ranks. On other devices its loss is nan,
+            because values are not checked.
 
         Examples
         --------
@@ -121,11 +121,11 @@ class ParallelCrossEntropy(nn.Module):
     def _start(
         self, logits: Tensor, vocab_size: int | None, group: dist.ProcessGroup | None
     ) -> int | Tensor:
-        """Return the token of this rank's first column."""
+        """Token of this rank's first column."""
         ranks, columns = group_size(group) if has_others(group) else 1, logits.shape[-1]
         if vocab_size is None and ranks == 1:
             return 0
-        if vocab_size is None:  # summed up on the device, so that the host waits for nothing
+        if vocab_size is None:  # summed on the device, to avoid a host sync
             return carry_out(
                 _COLUMNS, _columns_before, torch.tensor(columns, device=logits.device), group
             )
@@ -155,11 +155,11 @@ def token_losses(
     ignore_index: int = IGNORED,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Compute the cross entropy of each token; this rank has the logits' columns from `start` on.
+    """Compute the cross entropy of each token; this rank holds the logits' columns from `start` on.
 
-    No `group` stands for whole logits: nothing is communicated then, also where
-    ``torch.distributed`` is initialized. One float32 copy of the logits is kept, which the backward
-    pass turns into their gradient in place, unless the graph is retained.
+    Without a `group` the logits are complete and nothing is communicated, even if
+    ``torch.distributed`` is initialized. One float32 copy of the logits is kept. The backward pass
+    turns it into their gradient in place, unless the graph is retained.
     """
     check_shapes("token_losses", logits, labels)
     check_smoothing("token_losses", label_smoothing)
@@ -171,16 +171,16 @@ def token_losses(
 # --- parts that the fused head shares -----------------------------------------------------------
 @dataclass(frozen=True)
 class Columns:
-    """Labels as columns of this rank's part of the logits; `counts` is False where they do not."""
+    """Labels as columns of this rank's part of the logits; `counts` is False for ignored labels."""
 
-    #: ``(..., 1)``, column 0 or the last for labels of other ranks.
+    #: ``(..., 1)``, clamped to column 0 or the last one for labels of other ranks.
     index: Tensor
     is_own: Tensor
     counts: Tensor
 
     @classmethod
     def of(cls, labels: Tensor, start: int | Tensor, columns: int, ignore_index: int) -> Columns:
-        """Find the labels of the whole vocabulary among the columns from `start` on."""
+        """Map labels of the full vocabulary to the columns from `start` on."""
         local, counts = labels.long() - start, labels != ignore_index
         is_own = (local >= 0) & (local < columns) & counts
         return cls(local.clamp(0, columns - 1).unsqueeze(-1), is_own, counts)
@@ -195,7 +195,7 @@ def exponentials_(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Overwrite float32 logits by exponentials, relative to the token's largest logit.
 
-    Returns the losses, the sums of the exponentials over the whole vocabulary, and with smoothing
+    Returns the losses, the sums of the exponentials over the full vocabulary, and with smoothing
     each column's share of the target.
     """
     peak = logits.amax(-1)
@@ -212,7 +212,7 @@ def exponentials_(
     else:
         _refuse(packed, labels, columns.counts)
     total, picked, owners, *rest = packed.unbind()
-    # Without a look at the values, which an accelerator would have to wait for.
+    # Reading the values would make the host wait for an accelerator.
     is_lost = columns.counts & (owners != 1)
     even = smoothing / rest[1] if smoothing else None
     wanted = picked if even is None else (1 - smoothing) * picked + even * rest[0]
@@ -228,7 +228,7 @@ def gradient_(
     even: Tensor | None = None,
     smoothing: float = 0.0,
 ) -> Tensor:
-    """Overwrite exponentials by the gradient of the logits, given that of the losses or 1."""
+    """Overwrite exponentials by the gradient of the logits; `grad` is that of the losses, or 1."""
     each = columns.counts.to(powers.dtype)
     each = each if grad is None else each * grad
     powers.mul_((each / total).unsqueeze(-1))
@@ -239,12 +239,12 @@ def gradient_(
 
 
 def has_others(group: dist.ProcessGroup | None) -> bool:
-    """Return whether other ranks have columns too."""
+    """Return True if other ranks hold columns too."""
     return group is not None and group_size(group) > 1
 
 
 def check_shapes(what: str, logits: Tensor, labels: Tensor) -> None:
-    """Refuse labels that are not one integer for each row of the logits."""
+    """Raise unless there is one integer label for each row of the logits."""
     if logits.dim() == 0 or labels.shape != logits.shape[:-1]:
         raise ValueError(
             f"{what}: labels of shape {tuple(labels.shape)} do not fit logits or states of shape "
@@ -263,7 +263,7 @@ def check_shapes(what: str, logits: Tensor, labels: Tensor) -> None:
 
 
 def check_smoothing(what: str, value: float) -> None:
-    """Refuse an invalid label smoothing."""
+    """Raise for an invalid label smoothing."""
     if not 0 <= value < 1:
         raise ValueError(
             f"{what}: label_smoothing is {value!r}; pass the share of the target that is spread "
@@ -286,7 +286,7 @@ def _add_up(
 
 
 def _refuse(packed: Tensor, labels: Tensor, counts: Tensor) -> None:
-    """Raise on all ranks for labels outside the vocabulary, where looking at them is cheap."""
+    """Raise on all ranks for labels outside the vocabulary, where reading them is cheap."""
     is_fake = isinstance(packed, FakeTensor)
     if torch.compiler.is_compiling() or labels.device.type != "cpu" or is_fake:
         return
@@ -300,7 +300,7 @@ def _refuse(packed: Tensor, labels: Tensor, counts: Tensor) -> None:
 
 
 class TokenLosses(torch.autograd.Function):
-    """:func:`token_losses` and their gradient; ``slapo.check`` has a rule for it."""
+    """:func:`token_losses` and its gradient; ``slapo.check`` has a rule for it."""
 
     @staticmethod
     def forward(
@@ -312,7 +312,7 @@ class TokenLosses(torch.autograd.Function):
         ignore_index: int,
         smoothing: float,
     ) -> Tensor:
-        # In any case a copy, which is overwritten until it is the gradient.
+        # Always a copy: it is overwritten until it is the gradient.
         powers = logits.to(torch.float32, copy=True)
         columns = Columns.of(labels, start, logits.shape[-1], ignore_index)
         losses, total, even = exponentials_(powers, columns, labels, group, smoothing)

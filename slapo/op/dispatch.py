@@ -1,4 +1,4 @@
-"""Where a kernel may replace operations of torch, and what autograd then has to know."""
+"""Conditions under which a kernel may replace torch operations, and their autograd checks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-#: Other types of tensors that count as plain, while a mode that only counts is active.
+#: Further tensor types that count as plain, while a mode that only counts is active.
 _counted: tuple[type, ...] | None = None
 
 
 @contextmanager
 def only_counted(*types: type) -> Iterator[None]:
-    """Let kernels run under dispatch modes in this block, also for tensors of these types."""
+    """Allow kernels under dispatch modes within the block, also for tensors of these types."""
     global _counted
     before, _counted = _counted, types
     try:
@@ -27,10 +27,10 @@ def only_counted(*types: type) -> Iterator[None]:
 
 
 def is_plain(*tensors: Any) -> bool:
-    """Return whether these are plain tensors, whose operations run as they are called.
+    """Return True for plain tensors, outside of anything that must see the single operations.
 
-    They do not under a compiler, a trace, a dispatch mode that counts or checks, a transform of
-    ``torch.func`` or a forward-mode derivative: each of these has to see the operations.
+    That includes compilers, traces, dispatch modes that count or check, transforms of
+    ``torch.func`` and forward-mode derivatives.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
@@ -43,8 +43,8 @@ def is_plain(*tensors: Any) -> bool:
 
 
 def is_graph_kept() -> bool:
-    """Return whether a later backward pass may read the saved tensors of the present one again."""
-    if torch.compiler.is_compiling():  # which decides about copies by itself
+    """Return True if a later backward pass may read the saved tensors again."""
+    if torch.compiler.is_compiling():  # the compiler decides about copies itself
         return True
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if asked is None else bool(asked())
@@ -53,7 +53,7 @@ def is_graph_kept() -> bool:
 def refuse_graph(what: str, instead: str) -> None:
     """Raise for a gradient of a gradient, since the first one is computed outside of autograd.
 
-    ``once_differentiable`` would take it for a constant where only the losses were differentiated.
+    ``once_differentiable`` would treat it as a constant if only the losses were differentiated.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(

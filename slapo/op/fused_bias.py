@@ -1,4 +1,4 @@
-"""Additions of a bias together with what follows them, and the activations that may."""
+"""Bias additions fused with the following operation, and the supported activations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def new_gelu(x: Tensor) -> Tensor:
-    """GeLU by its tanh approximation, as GPT-2's ``gelu_new`` in one operation.
+    """GeLU in its tanh approximation, like GPT-2's ``gelu_new`` but in one operation.
 
     Examples
     --------
@@ -56,7 +56,7 @@ def bias_dropout(x: Tensor, bias: Tensor, p: float, training: bool) -> Tensor:
     p
         Probability that an element is zeroed, from 0 to 1.
     training
-        Whether any is.
+        Apply dropout.
 
     Examples
     --------
@@ -67,9 +67,9 @@ def bias_dropout(x: Tensor, bias: Tensor, p: float, training: bool) -> Tensor:
 
 
 class BiasGeLUFunction(torch.autograd.Function):
-    """``BiasGeLUFunction.apply(x, bias)``: :func:`bias_new_gelu`, which keeps no sum.
+    """``BiasGeLUFunction.apply(x, bias)``: :func:`bias_new_gelu` without storing the sum.
 
-    The backward pass adds the two again, so that of the product before it only `x` is kept.
+    The backward pass recomputes the sum, so only `x` and `bias` are saved.
 
     Examples
     --------
@@ -87,7 +87,6 @@ class BiasGeLUFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of both."""
         x, bias = ctx.saved_tensors
         own = torch.ops.aten.gelu_backward(grad, x + bias, approximate="tanh")
         wants_x, wants_bias = ctx.needs_input_grad
@@ -107,7 +106,7 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
-#: By the names that configurations of Transformers have for them.
+#: Activations by their names in Transformers configs.
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": F.gelu,
     "gelu_new": new_gelu,
@@ -129,7 +128,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation(act: str | Activation) -> Activation:
-    """Look up the function of a name; a function or a module is returned as it is."""
+    """Return the activation for a name; functions and modules are returned unchanged."""
     if isinstance(act, str):
         if act not in ACTIVATIONS:
             raise ValueError(
@@ -141,12 +140,12 @@ def activation(act: str | Activation) -> Activation:
     return act
 
 
-#: Modules outside torch, known by where they are defined, so that nothing is imported for them.
+#: Modules outside torch by qualified name, so that nothing is imported for them.
 _FOREIGN = {f"transformers.activations.{n}" for n in ("NewGELUActivation", "GELUTanh")}
 
 
 def is_new_gelu(act: Activation) -> bool:
-    """Return whether it is the tanh approximation, whose bias can be added along with it."""
+    """Return True for the tanh approximation, which can be fused with a bias."""
     if isinstance(act, nn.GELU):
         return act.approximate == "tanh"
     return act is new_gelu or f"{type(act).__module__}.{type(act).__qualname__}" in _FOREIGN

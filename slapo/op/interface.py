@@ -1,7 +1,8 @@
-"""Attention of Transformers' models by :func:`slapo.op.attend`: no module is touched.
+"""Attention of Transformers models by :func:`slapo.op.attend`, without changing modules.
 
-Models look their attention up by name, in a table that takes functions of others; a second table
-has what makes masks. Both are needed: a function without masks gets none, and no word of it.
+Models look up their attention by name in a table that accepts external functions. A second table
+holds mask functions. Both entries are needed: without the second, no mask reaches the function, and
+there is no warning.
 """
 
 from __future__ import annotations
@@ -21,32 +22,32 @@ from slapo.op.attention import as_added, attend, both_masks, causal_mask, check_
 
 logger = get_logger()
 
-#: Arguments of models that change what attention computes, and that `attend` does not know.
+#: Model arguments that change the result of attention and that `attend` does not support.
 _REFUSED = ("softcap", "s_aux", "sinks", "indices", "block_indices", "head_mask", "cache")
-#: Those that no function of Transformers knows but the one whose name the model has asked for.
+#: Arguments that Transformers passes only to the function whose name the model requested.
 _OF_NAMES = frozenset({"indices", "block_indices", "cache"})
-#: A model that does something else before the call where its attention is called so.
+#: Matches a model that depends on the name of its attention function before the call.
 _ASKS_NAME = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)[^\n]*[\"']sdpa[\"']")
-#: The flash kernel caps its logits; a bias for each pair is what it would leave out in silence.
+#: The flash kernel supports capped logits, but would silently drop a bias for each pair.
 _REFUSED_BY_FLASH = (*(name for name in _REFUSED if name != "softcap"), "position_bias")
 
 
 def use_attention(model: nn.Module, backend: str = "auto") -> None:
-    """Have a model of Transformers compute its attention by a backend.
+    """Compute the attention of a Transformers model by a backend.
 
     Parameters
     ----------
     model
         A ``PreTrainedModel``.
     backend
-        As for :func:`slapo.op.attend`; ``"flash"`` goes to Transformers' own function, which knows
-        padding. ``"auto"`` and ``"eager"`` go to the model's own eager function, with a line in the
-        log, for what no backend computes: capped logits, sinks, weights to hand back.
+        As for :func:`slapo.op.attend`; ``"flash"`` uses Transformers' own function, which handles
+        padding. For capped logits, sinks or returned weights, which no backend computes, ``"auto"``
+        and ``"eager"`` call the model's own eager function and log it.
 
     Raises
     ------
     ValueError
-        If the model computes its attention by itself, or the backend is unknown or cannot run here.
+        If the model computes its attention itself, or the backend is unknown or cannot run here.
     MissingPackageError
         If the backend's package is not installed.
 
@@ -61,7 +62,7 @@ def use_attention(model: nn.Module, backend: str = "auto") -> None:
     """
     check_available(backend)
     _check_asks_table(model)
-    # Others may take a mask that is None for one that hides nothing.
+    # Models without SDPA support may interpret a None mask as one that hides nothing.
     masked = not all(getattr(part, "_supports_sdpa", True) for part in _models_in(model))
     name = register(backend, masked)
     _put_name(model, name)
@@ -78,7 +79,7 @@ def _put_name(model: Any, name: str) -> None:
     if "flash" not in name:
         model.set_attn_implementation(name)
         return
-    # That method takes each name with "flash" in it for a kernel, and asks the hub for it.
+    # set_attn_implementation takes every name with "flash" for a kernel, and queries the hub.
     parts = _models_in(model)
     unfit = [type(part).__name__ for part in parts if not part._supports_flash_attn]
     if unfit:
@@ -91,12 +92,12 @@ def _put_name(model: Any, name: str) -> None:
 
 
 def _models_in(model: nn.Module) -> list[Any]:
-    """The model and those within it, as an encoder and a decoder of their own classes."""
+    """The model and its inner models, such as an encoder and a decoder."""
     return [part for part in model.modules() if hasattr(part, "set_attn_implementation")]
 
 
 def _check_asks_table(model: nn.Module) -> None:
-    """Before anything is changed: Transformers itself writes a line to the log, and goes on."""
+    """Raise before anything changes; Transformers itself would only log a line and continue."""
     parts: list[Any] = _models_in(model)
     wrong = [part for part in parts if not part._can_set_attn_implementation()]
     if not parts or parts[0] is not model:
@@ -118,10 +119,10 @@ def _check_asks_table(model: nn.Module) -> None:
 
 
 def register(backend: str, masked: bool = False) -> str:
-    """Put a backend into both tables, and return its name there.
+    """Register a backend in both tables, and return its name there.
 
-    With `masked` the model always gets a mask, as Transformers' eager attention does. Without it a
-    plain causal mask is None, and the module has to know that it is causal.
+    With `masked` the model always gets a mask, like Transformers' eager attention. Without it a
+    plain causal mask is None, and the module must apply causality itself.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -135,13 +136,12 @@ def register(backend: str, masked: bool = False) -> str:
 
 
 class _Registered:
-    """Registers the backend again in the process that unpickles a model."""
+    """Registers the backend again in a process that unpickles a model."""
 
     def __init__(self, backend: str, masked: bool) -> None:
         self.backend, self.masked = backend, masked
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore it, in another process."""
         self.__dict__.update(state)
         register(self.backend, self.masked)
 
@@ -165,10 +165,10 @@ def _attention(
     if own is None:
         _refuse_unknown(kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    # A mask has it all; and a single query is the last token.
+    # A mask includes causality; and a single query is the last token.
     is_causal = bool(causal) and attention_mask is None and query.shape[2] > 1
     if is_causal and (own is not None or query.shape[2] != key.shape[2]):
-        # No mask means that queries are the first tokens: a static cache has room behind them.
+        # Without a mask, queries are the first tokens: a static cache has free space after them.
         attention_mask, is_causal = causal_mask(query, key, first=True)[None, None], False
     if own is not None:
         if position_bias is not None:
@@ -194,7 +194,7 @@ def _attention(
 
 
 def _own_function(module: nn.Module, kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    """The model's own eager attention, where it is asked for what no backend computes."""
+    """The model's own eager attention if the call needs what no backend computes, else None."""
     wanted = _unknown(kwargs, _REFUSED)
     if not wanted or _OF_NAMES & set(wanted):
         return None
@@ -225,9 +225,9 @@ def _flash(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Call Transformers' function that unpads, and draw dropout for the heads of this rank.
+    """Call Transformers' unpadding function, and draw dropout for the heads of this rank.
 
-    Its entry for models loads the name in the config, and would ask the hub for ours.
+    Its entry point for models loads the configured name, and would look up ours on the hub.
     """
     from transformers.integrations.flash_attention import get_target_dtype
     from transformers.modeling_flash_attention_utils import (
@@ -237,7 +237,7 @@ def _flash(
 
     _refuse_unknown(kwargs, _REFUSED_BY_FLASH)
     states = [each.transpose(1, 2) for each in (query, key, value)]
-    # The kernel wants values as wide as queries.
+    # The kernel requires values as wide as queries.
     size, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
     states[2] = torch.nn.functional.pad(states[2], [0, missing])
     with drawing(dropout):
@@ -266,7 +266,7 @@ def _refuse_unknown(kwargs: dict[str, Any], names: tuple[str, ...] = _REFUSED) -
 
 
 def _unknown(kwargs: dict[str, Any], names: tuple[str, ...]) -> list[str]:
-    """List the arguments of `names` that the model passes, and its wish for weights."""
+    """List the arguments of `names` that the model passes, and ``output_attentions`` if true."""
     given = [name for name in names if kwargs.get(name) is not None]
     return [*given, "output_attentions"] if kwargs.get("output_attentions") else given
 
@@ -274,13 +274,14 @@ def _unknown(kwargs: dict[str, Any], names: tuple[str, ...]) -> list[str]:
 class GPTNeoAttention(nn.Module):
     """Transformers' ``GPTNeoSelfAttention`` by :func:`slapo.op.attend`.
 
-    It is unscaled, and in every other layer over a window. That class does not ask Transformers'
-    table of attention functions, so the module is replaced; its layers and their names stay.
+    GPT-Neo's attention is unscaled, and every other layer uses a window. That class bypasses
+    Transformers' table of attention functions, so the module is replaced; its layers keep their
+    names.
 
     Parameters
     ----------
     module
-        The module that it replaces.
+        The module to replace.
     backend
         As for :func:`slapo.op.attend`.
 
@@ -320,12 +321,12 @@ class GPTNeoAttention(nn.Module):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """As the original's, without the weights of attention.
+        """Compute the original's output, without attention weights.
 
         Raises
         ------
         ValueError
-            If these are asked for.
+            If attention weights are requested.
         """
         _refuse_unknown({"output_attentions": output_attentions})
         query, key, value = (self._heads(name, hidden_states) for name in ("q", "k", "v"))
@@ -351,7 +352,7 @@ class GPTNeoAttention(nn.Module):
         return projected.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
     def _mask(self, query: Tensor, key: Tensor, given: Tensor | None) -> Tensor | None:
-        """Restrict the model's causal mask to the window; None means causal and nothing else."""
+        """Restrict the model's causal mask to the window; None means causal only."""
         if self.window is None:
             return given
         before = key.shape[2] - query.shape[2]

@@ -1,7 +1,7 @@
 """Kernels of the package liger-kernel, and the tensors that they support.
 
-Its functions are called one by one, since its own patches change every model of a process. It is
-imported at the first tensor that it has a kernel for.
+Functions are called individually, because the package's own patches change every model of a
+process. It is imported for the first tensor with a kernel.
 
 Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024).
 """
@@ -22,14 +22,14 @@ from slapo.op.dispatch import is_graph_kept, is_plain, refuse_graph
 
 logger = get_logger()
 
-#: What its kernels compute in float32; others would lose precision.
+#: Dtypes that the kernels compute in float32; others would lose precision.
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
-#: Columns that one block of its kernels can hold.
+#: Maximum number of columns in one block of the kernels.
 _WIDEST = 65536
 #: Activation -> name of the functions for a product with it.
 _PRODUCTS = {"silu": "swiglu", "gelu": "geglu"}
 _INSTEAD = "schedule the model with kernels=False"
-#: Functions that are called.
+#: Functions that this module calls.
 _CALLED = (
     *(f"{name}_{way}" for name in _PRODUCTS.values() for way in ("forward", "backward")),
     "LigerRMSNormFunction",
@@ -37,12 +37,12 @@ _CALLED = (
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Return whether the package is installed and has kernels for these tensors."""
+    """Return True if the package is installed and has kernels for these tensors."""
     return _misfit(*tensors) is None and operations() is not None
 
 
 def check_fits(what: str, *tensors: Tensor) -> None:
-    """Refuse tensors that do not fit, for a function that asked for the package by name."""
+    """Raise for unsupported tensors, if the caller named the package explicitly."""
     if operations() is None:
         raise MissingPackageError(
             f"{what} by 'liger' needs the packages liger-kernel and triton; install them "
@@ -54,7 +54,7 @@ def check_fits(what: str, *tensors: Tensor) -> None:
 
 
 def _misfit(*tensors: Tensor) -> str | None:
-    """Say why its kernels do not take these tensors; None where they do."""
+    """Reason why the kernels do not support these tensors, or None."""
     if not is_plain(*tensors):
         return "a compiler, a trace or a kind of tensor that its kernels do not know"
     first = tensors[0]
@@ -72,7 +72,7 @@ def _misfit(*tensors: Tensor) -> str | None:
 
 @functools.cache
 def operations() -> Any:
-    """Import ``liger_kernel.ops``; None if it or triton is missing, or it is another version."""
+    """Import ``liger_kernel.ops``; None if it or triton is missing or the version differs."""
     if any(importlib.util.find_spec(name) is None for name in ("liger_kernel", "triton")):
         return None
     try:
@@ -87,10 +87,9 @@ def operations() -> Any:
 
 
 class GatedByLiger(torch.autograd.Function):
-    """``act(gate) * up`` for ``"silu"`` or ``"gelu"``, of tensors that :func:`fits`."""
+    """``act(gate) * up`` for ``"silu"`` or ``"gelu"``, for tensors that :func:`fits` accepts."""
 
-    # Calls the functions and not the class of the package, whose backward pass writes over its
-    # inputs in any case.
+    # Calls the functions: the backward pass of the package's class always overwrites its inputs.
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, act: str) -> Tensor:
@@ -108,13 +107,13 @@ class GatedByLiger(torch.autograd.Function):
         operands = [_to_write(each, is_shared) for each in (gate, up)]
         backward = getattr(operations(), f"{_PRODUCTS[ctx.act]}_backward")
         of_gate, of_up = backward(*operands, grad.contiguous())
-        # Autograd does not see that kernels write; others may have saved these tensors too.
+        # Autograd does not see kernel writes; other functions may have saved these tensors too.
         torch.autograd.graph.increment_version(operands)
         return of_gate, of_up, None
 
 
 def _to_write(saved: Tensor, is_shared: bool) -> Tensor:
-    """Return the tensor if nothing else needs its values, or a copy."""
+    """Return the tensor, or a copy if its values are still needed."""
     is_needed = is_graph_kept() or is_shared or saved.is_leaf
     return saved.detach().clone() if is_needed else saved.detach()
 
@@ -122,7 +121,7 @@ def _to_write(saved: Tensor, is_shared: bool) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     """Compute the RMS norm; rounded as Llama's without an offset, as Gemma's with one."""
     mode = "gemma" if offset else "llama"
-    # Not in place: its incoming gradient may be the residual's too.
+    # Not in place: the incoming gradient may also be the residual's.
     output = operations().LigerRMSNormFunction.apply(x, weight, eps, offset, mode, False)
     if output.grad_fn is not None:
         output.grad_fn.register_prehook(

@@ -21,11 +21,11 @@ from slapo.weights.provenance import Source
 
 
 class LinearWithSeparateBias(nn.Linear):
-    """``nn.Linear`` as a product and a separate addition, which a fusion can pick up.
+    """``nn.Linear`` as a product and a separate addition, which can be fused.
 
     ``F.linear(x, weight, bias) --> F.linear(x, weight) + bias``
 
-    A trace always shows both operations, never the layer as one call.
+    A trace always shows both operations, never one call of the layer.
 
     Examples
     --------
@@ -38,7 +38,7 @@ class LinearWithSeparateBias(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> LinearWithSeparateBias:
-        """Build the same layer around the parameter objects of `linear`."""
+        """Build the layer around the parameter objects of `linear`."""
         return same_linear(cls, linear)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -50,15 +50,15 @@ class LinearWithSeparateBias(nn.Linear):
 class LinearWithSyncFunc(nn.Linear):
     """A linear layer that synchronizes its product before it adds the bias.
 
-    A layer whose input features are sharded computes a partial sum; its bias belongs after the
-    reduction, else it is added once per rank.
+    A layer with sharded input features computes a partial sum. The bias must follow the reduction,
+    or it is added once per rank.
 
     Parameters
     ----------
     in_features, out_features, bias, device, dtype
         As in ``nn.Linear``.
     sync_fn
-        Tensor -> tensor, called on the product; None does nothing.
+        Function of the product that returns a tensor; None does nothing.
 
     Examples
     --------
@@ -91,21 +91,21 @@ class LinearWithSyncFunc(nn.Linear):
 class LinearWithAct(nn.Linear):
     """A linear layer and its activation: ``act_fn(linear(x))``.
 
-    The bias is added along with the activation where that is GPT-2's GeLU: no sum of both is kept
-    for the backward pass then.
+    For GPT-2's GeLU the bias addition is fused with the activation, and their sum is not stored for
+    the backward pass.
 
     Parameters
     ----------
     in_features, out_features, bias, device, dtype
         As in ``nn.Linear``.
     act_fn
-        A name as configurations of Transformers have it, such as ``"gelu_new"``, a function or a
+        Name of an activation in Transformers configs, such as ``"gelu_new"``; a function or a
         module.
 
     Raises
     ------
     ValueError
-        For a name that is not known.
+        For an unknown name.
 
     Examples
     --------
@@ -135,7 +135,7 @@ class LinearWithAct(nn.Linear):
 
 
 class LinearWithDropout(nn.Linear):
-    """A linear layer and the dropout after it: ``dropout(linear(x))``.
+    """A linear layer followed by dropout: ``dropout(linear(x))``.
 
     Parameters
     ----------
@@ -144,9 +144,9 @@ class LinearWithDropout(nn.Linear):
     p
         Probability that an element of the output is zeroed in training, from 0 to 1.
     inplace
-        Write into the sum that the dropout is of.
+        Apply the dropout in place.
     use_torchscript
-        Run the addition of the bias and the dropout by TorchScript.
+        Run the bias addition and the dropout by TorchScript.
 
     Raises
     ------
@@ -185,24 +185,23 @@ class LinearWithDropout(nn.Linear):
         return F.dropout(_with_bias(output, self.bias), self.p, self.training, self.inplace)
 
     def extra_repr(self) -> str:
-        """Sizes and the probability."""
         return f"{super().extra_repr()}, p={self.p}"
 
 
 class FusedQKV(nn.Module):
     """Query, key and value projections in one matrix product, split into heads.
 
-    Replaces three ``nn.Linear`` of the same input and their split into heads; the weights are
-    packed from those of the originals, query first.
+    Replaces three ``nn.Linear`` of the same input and their split into heads. Its weights are
+    packed from the originals, query first.
 
     Parameters
     ----------
     hidden_size
         Features of the input and of each projection.
     num_heads
-        Heads; `hidden_size` must be divisible by it.
+        Number of heads; `hidden_size` must be divisible by it.
     world_size
-        Ranks that share the heads; each has ``num_heads / world_size`` of them.
+        Number of ranks that share the heads; each holds ``num_heads / world_size`` of them.
 
     Examples
     --------
@@ -224,7 +223,7 @@ class FusedQKV(nn.Module):
         self.fused_linear = nn.Linear(hidden_size, 3 * hidden_size // world_size)
 
     def weight_sources(self) -> dict[str, Source]:
-        """Query, key and value stacked along the output features."""
+        """Stack query, key and value along the output features."""
         return {
             f"fused_linear.{name}": Source((f"0.{name}", f"1.{name}", f"2.{name}"))
             for name in ("weight", "bias")

@@ -1,7 +1,7 @@
-"""The head of a language model and its loss in one, so that the whole logits never exist.
+"""Language model head fused with its loss, so that the full logits never exist.
 
 Techniques: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024), section
-3.2, for gradients made by chunks in the forward pass; Shoeybi et al., "Megatron-LM" (2019),
+3.2, for chunked gradients computed in the forward pass; Shoeybi et al., "Megatron-LM" (2019),
 section 3, for a vocabulary that is sharded over ranks.
 """
 
@@ -33,7 +33,7 @@ from slapo.sharding.collectives import all_gather
 from slapo.sharding.groups import group_size
 from slapo.sharding.state import copy_shards, sharding_of, shards_of, syncs_of
 
-#: Tokens whose logits exist at a time: few for caches, many for the units of an accelerator.
+#: Tokens per chunk of logits: few, to fit CPU caches; many, to use all units of an accelerator.
 _CHUNK = {"cpu": 256}
 _CHUNK_ELSEWHERE = 1024
 
@@ -52,9 +52,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum of the cross entropies of ``F.linear(hidden, weight, bias)``, by chunks of tokens.
 
-    ``cross_entropy(linear(hidden, weight, bias).float(), labels, reduction="sum")``, of which the
-    logits of one chunk exist at a time. The gradients are made in the forward pass, from the same
-    logits; the backward pass scales them.
+    Computes ``cross_entropy(linear(hidden, weight, bias).float(), labels, reduction="sum")``, with
+    the logits of one chunk at a time. The forward pass computes the gradients from the same logits;
+    the backward pass scales them.
 
     Parameters
     ----------
@@ -63,34 +63,34 @@ def linear_cross_entropy(
     weight
         ``(own vocabulary, features)``: the rows of this rank, from `start` on.
     labels
-        ``(tokens,)``, integers of the whole vocabulary, the same on all ranks.
+        ``(tokens,)``, integers of the full vocabulary, the same on all ranks.
     bias
         ``(own vocabulary,)``.
     start
-        The token that the first row of `weight` is of. Of no meaning for a whole weight.
+        Token of the first row of `weight`; ignored for a full weight.
     group
-        The ranks that have the other rows; None if the weight is whole: nothing is communicated
-        then, also where ``torch.distributed`` is initialized.
+        Ranks that hold the other rows. None means a full weight: nothing is communicated, even if
+        ``torch.distributed`` is initialized.
     ignore_index
-        The label of tokens that do not count.
+        Label of ignored tokens.
     chunk
-        Tokens at a time, the same on all ranks; 256 on CPU and 1024 elsewhere unless given.
+        Tokens per chunk, the same on all ranks; by default 256 on CPU and 1024 elsewhere.
     label_smoothing
-        The share of the target that is spread over the whole vocabulary, as in torch.
+        Share of the target that is spread over the full vocabulary, as in torch.
 
     Returns
     -------
     Tensor
-        A float32 scalar, the same on all ranks. The gradient of `hidden` is this rank's summand,
-        to be summed over the group (``sync("bwd_post", "all_reduce")``); those of `weight` and
-        `bias` are complete.
+        A float32 scalar, the same on all ranks. The gradient of `hidden` is this rank's summand and
+        must be summed over the group (``sync("bwd_post", "all_reduce")``). The gradients of
+        `weight` and `bias` are complete.
 
     Raises
     ------
     ValueError
-        If shapes do not fit, or `chunk` is not positive.
+        If shapes do not match, or `chunk` is not positive.
     IndexError
-        On CPU, for a label that not exactly one rank has a row for. Elsewhere the loss is nan.
+        On CPU, for a label without exactly one row on all ranks. On other devices the loss is nan.
 
     Examples
     --------
@@ -140,7 +140,7 @@ def _check_operands(
 
 @contextmanager
 def _own_precision(device: str) -> Iterator[torch.dtype | None]:
-    """Turn autocast off, and yield the dtype that it would cast operands of products to."""
+    """Disable autocast, and yield the dtype to which it would cast the operands of products."""
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         yield None
         return
@@ -151,7 +151,7 @@ def _own_precision(device: str) -> Iterator[torch.dtype | None]:
 
 @dataclass(frozen=True)
 class _Settings:
-    """Arguments of the autograd function beside its tensors."""
+    """Non-tensor arguments of the autograd function."""
 
     start: int
     group: dist.ProcessGroup | None
@@ -167,12 +167,13 @@ class _Gradients:
     def __init__(self, needed: list[bool], hidden: Tensor, weight: Tensor) -> None:
         self.are_needed = any(needed)
         self.weight, self.hidden = weight, torch.empty_like(hidden) if needed[0] else None
-        # Added up in float32, so that many chunks lose nothing, and half precision is not left.
+        # Accumulated in float32, so that many chunks lose no precision and half precision cannot
+        # overflow.
         self.of_weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
         self.of_bias = weight.new_zeros(len(weight), dtype=torch.float32) if needed[2] else None
 
     def add(self, tokens: slice, hidden: Tensor, logits: Tensor) -> None:
-        """Add the share of a chunk, given its hidden states and the gradient of its logits."""
+        """Add a chunk's share, from its hidden states and the gradient of its logits."""
         if self.of_bias is not None:
             self.of_bias += logits.sum(0)
         logits = logits.to(self.weight.dtype)
@@ -203,7 +204,7 @@ class LinearLoss(torch.autograd.Function):
         losses = hidden.new_empty(len(hidden), dtype=torch.float32)
         for first in range(0, len(hidden), settings.chunk):
             tokens = slice(first, first + settings.chunk)
-            # By a function, so that the logits of one chunk are gone before those of the next.
+            # A function call, so that the logits of one chunk are freed before those of the next.
             losses[tokens] = _losses_of(tokens, hidden, weight, bias, labels, settings, grads)
         ctx.save_for_backward(grads.hidden, grads.of_weight, grads.of_bias)
         ctx.dtypes = [hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype]
@@ -243,11 +244,11 @@ def _losses_of(
 
 @dataclass
 class Targets:
-    """Labels of a :class:`LossHead`: ``(batch, seq)``, of the whole vocabulary, on all ranks alike.
+    """Labels of a :class:`LossHead`: ``(batch, seq)``, of the full vocabulary, equal on all ranks.
 
     With `shift` each position predicts the next one's label, as in a causal language model. The sum
     of the losses is divided by `num_items`, by default the number of labels that count.
-    `label_smoothing` is that of torch's cross entropy.
+    `label_smoothing` is as in torch's cross entropy.
     """
 
     labels: Tensor
@@ -263,7 +264,7 @@ class Targets:
         return F.pad(self.labels, (0, 1), value=self.ignore_index)[..., 1:]
 
     def mean(self, total: Tensor) -> Tensor:
-        """Divide the sum of the losses; as in torch, without any it is nan, with gradient 0."""
+        """Divide the sum of the losses; as in torch, it is nan without labels, with gradient 0."""
         count = self.count()
         if self.num_items is not None:
             return total / count
@@ -280,13 +281,13 @@ class Targets:
 
 
 class LossHead(nn.Linear):
-    """The head of a language model, which gives the loss instead of logits while it may.
+    """Language model head that returns the loss instead of logits, if possible.
 
-    ``head(x) -> logits --> head(x) -> loss`` while ``head.targets`` is set. Its rows may be a slice
-    of a sharded vocabulary (``sch["head"].shard("weight", 0, uneven=True)``): the ranks then
-    compute parts of the loss, and the gradient of the input is a partial sum, which
-    ``sync("bwd_post", "all_reduce")`` sums. Its parameters are used within its own forward, so
-    that engines which gather them around modules find them in use there.
+    ``head(x) -> logits --> head(x) -> loss`` while ``head.targets`` is set. The weight may be
+    sharded along the vocabulary (``sch["head"].shard("weight", 0, uneven=True)``). The ranks then
+    compute parts of the loss. The gradient of the input is a partial sum, to be summed by
+    ``sync("bwd_post", "all_reduce")``. The forward itself uses the parameters, so engines that
+    gather parameters around modules find them in use here.
 
     Parameters
     ----------
@@ -296,7 +297,7 @@ class LossHead(nn.Linear):
     Attributes
     ----------
     targets : Targets or None
-        Labels of the next call; None for logits. Whoever sets it takes it back.
+        Labels of the next call; None for logits. The caller that sets it must reset it.
     chunk : int or None
         As in :func:`linear_cross_entropy`.
 
@@ -311,13 +312,13 @@ class LossHead(nn.Linear):
     torch.Size([])
     """
 
-    #: In a trace it stays a call: what it gives depends on the call.
+    #: A trace keeps it as a call, because the result depends on the call.
     traceable = False
     targets: Targets | None = None
     chunk: int | None = None
-    #: The loss of the last call, by which it is known again where others may have changed it.
+    #: Loss of the last call, which identifies it after other code may have changed it.
     given: Tensor | None = None
-    #: Of the last call that gave a loss without gradients: metrics read them there.
+    #: Logits of the last call that returned a loss without gradients; metrics read them.
     logits: Tensor | None = None
 
     @classmethod
@@ -333,8 +334,8 @@ class LossHead(nn.Linear):
         Raises
         ------
         ValueError
-            With targets: if labels do not fit the input, the weight is sliced in another way than
-            by rows, or a sync of logits follows.
+            With targets: if labels do not match the input, the weight is not sharded by rows, or a
+            sync of logits follows.
         """
         if self.targets is None:
             return F.linear(input, self.weight, self.bias)
@@ -366,7 +367,7 @@ class LossHead(nn.Linear):
         return all_gather(logits, group, -1, tensor_parallel_output_grad=False, total=total)
 
     def _own_rows(self) -> tuple[int, dist.ProcessGroup | None]:
-        """Return the start of this rank's rows, and the group that has the others, if any."""
+        """Start of this rank's rows, and the group that holds the others, if any."""
         gathering = [sync.op for sync in syncs_of(self) if sync.mode == "fwd_post" and sync.op]
         if gathering:
             raise ValueError(
@@ -374,7 +375,7 @@ class LossHead(nn.Linear):
                 "while it has targets; leave that sync out, or gather logits by a function"
             )
         spec, state = shards_of(self).get("weight"), sharding_of(self)
-        # One rank may also be asked to run as if it were alone.
+        # group_size is also 1 for a rank that runs as if alone.
         if spec is None or state is None or group_size(state.group.group) == 1:
             return 0, None
         if spec.axis or len(spec.blocks) > 1 or spec.copies > 1:

@@ -1,4 +1,4 @@
-"""Feed-forward blocks: plain ones, and gated ones as Llama, Gemma and T5 have them.
+"""Feed-forward blocks: plain, and gated as in Llama, Gemma and T5.
 
 Shazeer, "GLU Variants Improve Transformer" (2020), for gated blocks.
 """
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _BACKENDS = ("auto", "torch", "liger")
-#: SiLU outside torch, known by where it is defined, so that nothing is imported for it.
+#: SiLU outside torch by qualified name, so that nothing is imported for it.
 _FOREIGN_SILU = "transformers.activations.SiLUActivation"
 
 
 def gated_silu(gate: Tensor, up: Tensor, backend: str = "auto") -> Tensor:
-    """``silu(gate) * up``, which keeps its two operands for the backward pass and nothing else.
+    """``silu(gate) * up``, which saves only its two operands for the backward pass.
 
     Parameters
     ----------
     gate, up
-        ``(..., features)``, of one shape and type.
+        ``(..., features)``, of one shape and dtype.
     backend
-        ``"torch"``, ``"liger"`` (the package liger-kernel; CUDA), or ``"auto"``: liger where it is
-        installed and takes the tensors. Its backward pass writes over `gate` and `up`, unless they
-        are leaves or the graph is retained.
+        ``"torch"``, ``"liger"`` (the package liger-kernel; CUDA), or ``"auto"``: liger if it is
+        installed and supports the tensors. Its backward pass overwrites `gate` and `up`, unless
+        they are leaves or the graph is retained.
 
     Returns
     -------
@@ -45,14 +45,14 @@ def gated_silu(gate: Tensor, up: Tensor, backend: str = "auto") -> Tensor:
     Raises
     ------
     ValueError
-        For an unknown backend, or tensors that ``"liger"`` does not take.
+        For an unknown backend, or tensors that ``"liger"`` does not support.
     MissingPackageError
         If ``"liger"`` is not installed.
 
     Notes
     -----
     Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024), for the activation
-    that is made again in the backward pass.
+    that is recomputed in the backward pass.
 
     Examples
     --------
@@ -61,7 +61,7 @@ def gated_silu(gate: Tensor, up: Tensor, backend: str = "auto") -> Tensor:
     """
     if _is_for_liger("gated_silu", backend, gate, up):
         return cast(Tensor, liger.GatedByLiger.apply(gate, up, "silu"))
-    # To keep less is worth its time on CPU, where it was measured to make no difference.
+    # On CPU the recomputation saves memory without a measurable slowdown.
     is_alike = gate.shape == up.shape and gate.dtype == up.dtype
     if is_alike and gate.device.type == "cpu" and is_plain(gate, up):
         return cast(Tensor, _GatedSiLU.apply(gate, up))
@@ -71,12 +71,12 @@ def gated_silu(gate: Tensor, up: Tensor, backend: str = "auto") -> Tensor:
 def gated_gelu(gate: Tensor, up: Tensor, backend: str = "auto") -> Tensor:
     """``gelu(gate, approximate="tanh") * up``.
 
-    On CPU the activation is kept: it takes longer to make again than SiLU.
+    On CPU the activation is saved, because it takes longer to recompute than SiLU.
 
     Parameters
     ----------
     gate, up
-        ``(..., features)``, of one shape and type.
+        ``(..., features)``, of one shape and dtype.
     backend
         As for :func:`gated_silu`.
 
@@ -88,7 +88,7 @@ def gated_gelu(gate: Tensor, up: Tensor, backend: str = "auto") -> Tensor:
     Raises
     ------
     ValueError, MissingPackageError
-        As :func:`gated_silu`.
+        As for :func:`gated_silu`.
 
     Examples
     --------
@@ -118,11 +118,11 @@ class _GatedSiLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        # With the same roundings as by the operations one by one.
+        # Rounds like the separate operations.
         gate, up = ctx.saved_tensors
         wants_gate, wants_up = ctx.needs_input_grad
         of_silu = grad * up if wants_gate else None
-        if torch.is_grad_enabled():  # by operations that have a gradient of their own
+        if torch.is_grad_enabled():  # differentiable operations, for higher-order gradients
             opened = torch.sigmoid(gate)
             slope = opened * (1 + gate * (1 - opened))
             return None if of_silu is None else of_silu * slope, F.silu(gate) * grad
@@ -132,7 +132,7 @@ class _GatedSiLU(torch.autograd.Function):
 
 
 def _gated(act: Activation, gate: Tensor, up: Tensor) -> Tensor:
-    """Compute ``act(gate) * up``, by one function unless a trace, a compiler or hooks see `act`."""
+    """Compute ``act(gate) * up``, fused unless a trace, compiler or hook must see `act`."""
     is_free = not (isinstance(act, nn.Module) and has_forward_hooks(act))
     if is_free and is_plain(gate, up):
         kind = type(act)
@@ -144,7 +144,7 @@ def _gated(act: Activation, gate: Tensor, up: Tensor) -> Tensor:
 
 
 class FusedMLP(nn.Module):
-    """``dropout(fc_out(act(fc_in(x))))``, with biases added along with what follows them.
+    """``dropout(fc_out(act(fc_in(x))))``, with fused bias additions.
 
     Parameters
     ----------
@@ -153,12 +153,12 @@ class FusedMLP(nn.Module):
     intermediate_size
         Features in between.
     orig_act
-        The activation: a name as configurations of Transformers have it, such as ``"gelu_new"``, a
-        function or a module.
+        Activation: a name from Transformers configs, such as ``"gelu_new"``, a function or a
+        module.
     resid_pdrop
-        Probability of the dropout at the end.
+        Dropout probability of the output.
     use_torchscript
-        Run the second bias and the dropout by TorchScript.
+        Run the second bias addition and the dropout by TorchScript.
 
     Examples
     --------
@@ -187,27 +187,26 @@ class FusedMLP(nn.Module):
 
 
 class SameChildren(nn.Module):
-    """Base of blocks that are built by :meth:`like` around the children of another module."""
+    """Base of blocks that :meth:`like` builds around the children of another module."""
 
     #: Names of the children.
     parts: ClassVar[tuple[str, ...]]
 
     @classmethod
     def like(cls, module: nn.Module) -> Self:
-        """Build the block with the children of `module`, and its other attributes, such as sizes.
+        """Build the block with the children and the other attributes, such as sizes, of `module`.
 
         Hooks, shards and collectives on the children stay.
 
         Parameters
         ----------
         module
-            A module whose children are those of ``parts``.
+            A module with exactly the children in ``parts``.
 
         Raises
         ------
         ValueError
-            If it has other children, tensors beside them, or a forward of its own beside that of
-            its class.
+            If it has other children, tensors of its own, or a forward set on the object.
 
         Examples
         --------
@@ -228,13 +227,13 @@ class SameChildren(nn.Module):
         new = cls.__new__(cls)
         nn.Module.__init__(new)
         new.__dict__.update({name: own[name] for name in own if not name.startswith("_")})
-        for name, child in children.items():  # in their order, which is that of the parameters
+        for name, child in children.items():  # in their order, which is the order of the parameters
             new.add_module(name, child)
         return new
 
 
 class GatedMLP(SameChildren):
-    """``down_proj(act_fn(gate_proj(x)) * up_proj(x))``, the product by one function.
+    """``down_proj(act_fn(gate_proj(x)) * up_proj(x))``, with one function for the product.
 
     Built by :meth:`like` around the children of the original.
 
@@ -262,7 +261,7 @@ class GatedMLP(SameChildren):
 
 
 class GatedDense(GatedMLP):
-    """``wo(dropout(act(wi_0(x)) * wi_1(x)))``, as T5 names it; `wo` may be of another type.
+    """``wo(dropout(act(wi_0(x)) * wi_1(x)))`` with T5's names; `wo` may have another dtype.
 
     Examples
     --------
@@ -282,7 +281,7 @@ class GatedDense(GatedMLP):
         """``(..., hidden_size)`` -> the same."""
         states = _gated(self.act, self.wi_0(hidden_states), self.wi_1(hidden_states))
         states = self.dropout(states)
-        # T5's last layer is left in float32 where the others are in half precision.
+        # T5's last layer stays in float32 if the others are in half precision.
         weight = getattr(self.wo, "weight", None)
         if isinstance(weight, Tensor) and weight.dtype not in (states.dtype, torch.int8):
             states = states.to(weight.dtype)

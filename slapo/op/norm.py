@@ -1,4 +1,4 @@
-"""Norms of language models by torch's fused function, with the numbers of the originals."""
+"""Norms of language models by torch's fused function, rounded like the originals."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from torch import Tensor, nn
 from slapo.op import liger
 from slapo.op.dispatch import is_plain
 
-#: What modules call the number that is added to the mean of squares.
+#: Names that modules use for the epsilon added to the mean of squares.
 _EPSILONS = ("variance_epsilon", "eps")
 
 
 class RMSNorm(nn.RMSNorm):
-    """Root-mean-square norm over the last dimension, rounded where Transformers' modules round.
+    """Root-mean-square norm over the last dimension, with the rounding of Transformers' modules.
 
-    ``weight * cast(x / sqrt(mean(x ** 2) + eps))`` for Llama and its kin, which cast from float32
-    to the type of the input before they multiply; with an offset
-    ``cast((offset + weight) * x / sqrt(mean(x ** 2) + eps))``, as Gemma, which casts at the end.
-    T5's casts to the type of the weight instead of the input's.
-    Where torch needs several kernels for that, on CUDA that of liger-kernel is used, if installed.
+    ``weight * cast(x / sqrt(mean(x ** 2) + eps))`` for Llama and similar models, which cast from
+    float32 to the input's dtype before the multiplication. With an offset ``cast((offset + weight)
+    * x / sqrt(mean(x ** 2) + eps))``, as in Gemma, which casts at the end. T5 casts to the weight's
+    dtype instead of the input's.
+
+    If torch needs several kernels, liger-kernel's kernel is used on CUDA, if installed.
 
     Parameters
     ----------
     hidden_size
-        Of the last dimension.
+        Size of the last dimension.
     eps
         Added to the mean of squares.
     offset
         Added to the weight: 1.0 for Gemma.
     casts_to_weight
-        Whether the norm is cast to the type of the weight before they multiply.
+        Cast the normalized input to the weight's dtype before the multiplication.
     device, dtype
-        Of the weight.
+        Device and dtype of the weight.
 
     Notes
     -----
@@ -64,7 +65,7 @@ class RMSNorm(nn.RMSNorm):
         Parameters
         ----------
         module
-            A norm with a parameter ``weight`` of one dimension, and its epsilon as
+            A norm with a parameter ``weight`` of one dimension, and an epsilon named
             ``variance_epsilon`` or ``eps``.
         offset, casts_to_weight
             As for the class.
@@ -72,7 +73,8 @@ class RMSNorm(nn.RMSNorm):
         Raises
         ------
         ValueError
-            If it has no such weight, or no epsilon.
+            If the weight or the epsilon is missing or invalid, or if `module` has further
+            parameters or a forward set on the object.
         """
         weight = module._parameters.get("weight")
         eps = next((getattr(module, n) for n in _EPSILONS if hasattr(module, n)), None)
@@ -92,9 +94,9 @@ class RMSNorm(nn.RMSNorm):
         return new
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(..., hidden_size)`` -> the same; mixed types promote as in the originals."""
+        """Normalize ``(..., hidden_size)``; mixed dtypes promote as in the originals."""
         shape = self.normalized_shape
-        # Where torch has no single kernel, and liger-kernel one of the same roundings.
+        # Torch has no single kernel for this, and liger-kernel has one with the same rounding.
         has_no_kernel = self.offset or x.dtype == self.weight.dtype != torch.float32
         if has_no_kernel and self.eps is not None and liger.fits(x) and is_plain(self.weight):
             return liger.rms_norm(x, self.weight, self.eps, self.offset)
@@ -107,5 +109,4 @@ class RMSNorm(nn.RMSNorm):
         return self.weight * F.rms_norm(x.float(), shape, None, self.eps).to(dtype)
 
     def extra_repr(self) -> str:
-        """Sizes, and the offset where there is one."""
         return super().extra_repr() + (f", offset={self.offset}" if self.offset else "")

@@ -1,4 +1,4 @@
-"""A module that prints, for a look into traced models."""
+"""A module that prints values of traced models."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from torch._subclasses import FakeTensor
 
 
 class Print(nn.Module):
-    """Prints values at run time and passes the first one on.
+    """Prints values at run time and returns the first one.
 
-    In a trace it stays a call, so that what is printed is of the run; also where nothing uses what
-    it returns. A string that the forward formats itself is formatted while the graph is made, and
-    prints as it is: pass the values on their own.
+    It stays a call in a trace, even if its result is unused, so each run prints its own values. A
+    string formatted in the forward is fixed when the graph is made; pass the values separately.
 
     Examples
     --------
@@ -25,20 +24,20 @@ class Print(nn.Module):
     shape torch.Size([2]) mean tensor(1.) of tensor([1., 1.])
     """
 
-    #: A graph would hold what was printed while it was made.
+    #: Inlined, it would print only while the graph is made.
     traceable = False
-    #: For torch.fx: a call without users is not to be dropped.
+    #: For torch.fx: dead code elimination must keep a call without users.
     _is_impure = True
 
     def forward(self, x: Tensor, *values: Any, message: str = "") -> Tensor:
-        """``x`` of any shape -> the same. The values are printed in order, and then ``x``."""
+        """Print the values in order, then ``x`` of any shape; return ``x``."""
         return show(x, *([message] if message else []), *values)
 
 
 @torch.fx.wrap
 def show(x: Tensor, *values: Any) -> Tensor:
-    """The function that a graph calls where a forward makes a :class:`Print` of its own."""
-    if not isinstance(x, FakeTensor):  # a graph is made of it
+    """The function that a graph calls if a forward creates its own :class:`Print`."""
+    if not isinstance(x, FakeTensor):  # a trace in progress
         print(*values, x)
     return x
 

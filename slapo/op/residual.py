@@ -45,7 +45,7 @@ def dropout_add_norm(
     p
         Probability that an element of `x` is zeroed.
     training
-        Whether dropout is active.
+        Apply dropout.
     eps
         Added to the variance.
     backend
@@ -60,7 +60,7 @@ def dropout_add_norm(
     Raises
     ------
     ValueError
-        If shapes do not fit, or the backend does not support these tensors.
+        If shapes do not match, or the backend does not support these tensors.
     MissingPackageError
         If the backend is not installed.
 
@@ -101,14 +101,14 @@ def dropout_add_norm(
             raise error
         return _by_triton(x, residual, weight, bias, p, eps)
     total = F.dropout(x, p) + residual
-    # F.layer_norm takes parameters of its input's dtype or of a wider one.
+    # F.layer_norm requires parameters of its input's dtype or a wider one.
     weight = weight.to(torch.promote_types(weight.dtype, total.dtype))
     bias = None if bias is None else bias.to(weight.dtype)
     return F.layer_norm(total, total.shape[-1:], weight, bias, eps)
 
 
 def _unsupported(*operands: Tensor | None) -> Exception | None:
-    """Return the error of the kernel for these tensors; the first has the features."""
+    """Error of the kernel for these tensors, or None; the first one defines the features."""
     if importlib.util.find_spec("triton") is None:
         return MissingPackageError(
             "backend 'triton' needs the package 'triton': pip install 'slapo[kernels]'"
@@ -136,19 +136,19 @@ def _by_triton(
     out_type = torch.promote_types(x.dtype, residual.dtype)
     if x.is_cuda and torch.is_autocast_enabled("cuda"):
         out_type = torch.float32  # autocast runs torch's norm in float32
-    # Drawn on the device, from the state that a fork or a checkpoint has set.
+    # Drawn on the device, from the random state set by a fork or a checkpoint.
     seed = torch.randint(2**63 - 1, (1,), device=x.device) if p > 0 else None
     out = DropoutAddNorm.apply(x, residual, weight, bias, seed, float(p), eps, out_type)
     return cast(Tensor, out)
 
 
 class DenseDropoutAddNorm(SameChildren):
-    """``LayerNorm(dropout(dense(x)) + residual)``, the end of each half of a layer of BERT.
+    """``LayerNorm(dropout(dense(x)) + residual)``, the end of each half of a BERT layer.
 
-    It calls its children one after the other. With ``backend = "triton"`` all after `dense` is one
-    kernel each way (:func:`dropout_add_norm`) where the kernel supports the tensors. Children that
-    have hooks, wrappers or other classes are still called, and so are all children in a trace and
-    within ``torch.compile``.
+    Calls its children one by one. With ``backend = "triton"`` one kernel each way runs everything
+    after `dense` (:func:`dropout_add_norm`), if it supports the tensors. Children with hooks,
+    wrappers or other classes are still called, and so are all children in a trace and under
+    ``torch.compile``.
 
     Parameters
     ----------
@@ -219,6 +219,6 @@ class DenseDropoutAddNorm(SameChildren):
 
 
 def _is_unchanged(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """Return whether a call runs the forward of `cls` alone, without hooks that gather."""
+    """Return True if a call runs only the forward of `cls`, without hooks that gather."""
     forward = getattr(module.forward, "__func__", None)
     return type(module) is cls and forward is cls.forward and not has_forward_hooks(module)

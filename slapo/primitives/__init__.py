@@ -1,4 +1,4 @@
-"""The verbs of the schedule language: one file each, checks in front of a plain function."""
+"""The primitives of the schedule language: one file each, checks in front of a plain function."""
 
 from slapo.primitives.annotate import AnnotatePrimitive
 from slapo.primitives.base import (

@@ -15,14 +15,14 @@ from slapo.wrapper import innermost
 
 
 class AnnotatePrimitive(Primitive, name="annotate"):
-    """Tag a parameter; the tag is an attribute of it and follows it to every new tensor.
+    """Tag a parameter with an attribute that survives every replacement of the tensor.
 
     ``mod.weight --> mod.weight`` with ``mod.weight.<key> == value``, also after sharding,
     replacement of the tensor and materialization.
 
-    One tag has a meaning of its own: ``partial_grad`` (true) sums the parameter's gradient over the
-    group. Use it for whole parameters that see only this rank's part of what they are applied to:
-    of the tokens (a layer norm with sequence parallelism), or of the heads (Qwen3's ``q_norm``).
+    The tag ``partial_grad`` (True) has a meaning of its own: it sums the parameter's gradient over
+    the group. Use it for replicated parameters that see only a part of the input on each rank. That
+    part may be tokens (a layer norm with sequence parallelism) or heads (Qwen3's ``q_norm``).
     ``sequence_parallel`` is its older name.
 
     Parameters
@@ -37,7 +37,8 @@ class AnnotatePrimitive(Primitive, name="annotate"):
     Raises
     ------
     ValueError
-        If the module has no such parameter, or the key is not an attribute name or one of torch's.
+        If the module has no such parameter, or if the key is not a valid attribute name or is
+        already an attribute of tensors.
     TypeError
         If ``partial_grad`` is neither True nor False.
 
@@ -80,7 +81,7 @@ class AnnotatePrimitive(Primitive, name="annotate"):
             )
         make_sharding(module, sch.group).tag(module, param_name, key, value)
         sch.metadata.param_tags.setdefault(param_name, {})[key] = value
-        # The root lists the keys of the whole model.
+        # The root's metadata lists all tags of the model by key.
         name = f"{sch.model_path}.{param_name}".lstrip(".")
         sch.get_top_schedule().metadata.param_tags.setdefault(key, {})[name] = value
         return sch

@@ -1,4 +1,4 @@
-"""The base of primitives, their registry, and the arguments that they declare."""
+"""The base class of primitives, their registry, and the checks of their declared arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Primitive:
-    """A verb of the schedule language; derive from it to add one of your own.
+    """A verb of the schedule language; subclass it to add your own.
 
     Examples
     --------
@@ -40,7 +40,7 @@ class Primitive:
     False
     """
 
-    #: false for one that only notes something, so that what was captured still holds
+    #: false for a primitive that only records a decision; captures of the model stay valid then
     changes_model = True
 
     def __init_subclass__(cls, /, name: str = "", **kwargs: Any) -> None:
@@ -50,22 +50,22 @@ class Primitive:
 
     @staticmethod
     def name() -> str:
-        """The method's name on every schedule, unless ``class X(Primitive, name=...)`` has it."""
+        """Name of the method on every schedule; ``class X(Primitive, name=...)`` sets it too."""
         raise NotImplementedError("a Primitive needs a static name() that returns a string")
 
     @staticmethod
     def apply(sch: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Act on a schedule node. None as a result stands for the node itself."""
+        """Act on a schedule node; a result of None stands for the node itself."""
         raise NotImplementedError("a Primitive needs a static apply(sch, ...)")
 
     @staticmethod
     def init_metadata() -> Any:
-        """The first value of ``sch.metadata.primitives[name]`` on a node."""
+        """Initial value of ``sch.metadata.primitives[name]`` on a node."""
         return {}
 
     @staticmethod
     def is_verifiable() -> bool:
-        """False when :class:`slapo.Verify` cannot run a model that this was applied to."""
+        """Return False if :class:`slapo.Verify` cannot run a model after this primitive."""
         return True
 
 
@@ -75,7 +75,7 @@ _RESERVED: set[str] = set()
 
 
 def register_primitive(*args: Any) -> Callable[[type[T]], type[T]]:
-    """Class decorator that makes a :class:`Primitive` a method of every schedule.
+    """Add a :class:`Primitive` to every schedule as a method; used as a class decorator.
 
     Raises
     ------
@@ -133,34 +133,34 @@ def _name_of(cls: type[Primitive]) -> Any:
 
 
 def register_builtin(*primitives: type[Primitive]) -> None:
-    """Put this library's own primitives into the registry."""
+    """Register the library's own primitives."""
     for primitive in primitives:
         _REGISTRY[primitive.name()] = primitive
         _BUILTIN.add(primitive.name())
 
 
 def reserve_names(names: set[str]) -> None:
-    """Names that no primitive may take."""
+    """Reserve names that no primitive may take."""
     _RESERVED.update(names - set(_REGISTRY))
 
 
 def find_primitive(name: str) -> type[Primitive] | None:
-    """The primitive called `name`."""
+    """Return the primitive called `name`, or None."""
     return _REGISTRY.get(name)
 
 
 def is_builtin(primitive: type[Primitive]) -> bool:
-    """True for this library's own primitives, which undo nothing because they check first."""
+    """Return True for the library's own primitives, which check before they change anything."""
     return _REGISTRY.get(primitive.name()) is primitive and primitive.name() in _BUILTIN
 
 
 def list_primitives(name_only: bool = True) -> list[str] | dict[str, type[Primitive]]:
-    """All primitives, users' own included.
+    """List all primitives, including those registered by users.
 
     Parameters
     ----------
     name_only
-        Return names; else a dict of name -> class, whose ``help()`` is the manual.
+        Return names; otherwise a dict of name -> class, whose ``help()`` is the manual.
 
     Examples
     --------
@@ -171,7 +171,8 @@ def list_primitives(name_only: bool = True) -> list[str] | dict[str, type[Primit
 
 
 # --- arguments -----------------------------------------------------------------------------------
-# Declared by the annotations of `apply`; Annotated[int, "an axis of the tensor"] adds what to pass.
+# The annotations of `apply` declare the arguments. ``Annotated[int, "an axis of the tensor"]`` adds
+# a hint to the error message.
 _WORDS = {
     int: "an integer",
     bool: "True or False",
@@ -185,13 +186,13 @@ _WORDS = {
 }
 
 
-#: A value of these classes is of others too (a bool is an int, a string a sequence, a module a
-#: function) and is taken where its own class is declared.
+#: Classes whose instances also pass for other classes: a bool is an int, a string a sequence, a
+#: module a function. Their instances are accepted only where the class itself is declared.
 _NAMED = (bool, str, nn.Module)
 
 
 def check_arguments(apply: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for an argument that is not what `apply` declares."""
+    """Raise ``TypeError`` or ``ValueError`` for an argument that `apply` does not accept."""
     for name, (classes, choices, hint) in _declared(apply).items():
         if name not in given:
             continue
@@ -213,7 +214,7 @@ def check_arguments(apply: Callable[..., Any], given: Mapping[str, Any]) -> None
 def _declared(
     apply: Callable[..., Any],
 ) -> dict[str, tuple[tuple[type, ...], tuple[str, ...], str]]:
-    """Name -> the classes that it may have, or else known strings, and what to pass."""
+    """Map each parameter name to its accepted classes, its accepted strings, and a hint."""
     found = {}
     hints: dict[str, Any] = inspect.get_annotations(apply, eval_str=True)
     for name, hint in hints.items():

@@ -21,29 +21,29 @@ from slapo.wrapper import ModuleWrapper
 
 
 class CheckpointPrimitive(Primitive, name="checkpoint"):
-    """Recompute activations in the backward pass instead of keeping them.
+    """Recompute activations in the backward pass instead of storing them.
 
     | the module: ``mod(x) --> checkpoint(mod, x)``
     | a subgraph: ``b = f(x); c = g(b) --> c = CheckPointWrapper_0(x)``
 
-    All names stay as they are: in ``state_dict``, ``named_parameters`` and schedule paths. Random
-    states, those of the tracker included, are the same when activations are recomputed.
+    All names stay unchanged: in ``state_dict``, ``named_parameters`` and schedule paths. The
+    recomputation uses the same random states as the forward pass, including the tracker's.
 
     Parameters
     ----------
     subgraph
-        One match of ``find``; None checkpoints the whole module.
+        One match of ``find``; None checkpoints the module itself.
     order_args_fn
-        Called with the arguments of a call, returns the tuple of positional arguments to call the
-        checkpointed module with.
+        Function from the arguments of a call to the tuple of positional arguments for the
+        checkpointed module.
     use_reentrant
         As in ``torch.utils.checkpoint.checkpoint``.
 
     Raises
     ------
     ValueError
-        If the module is checkpointed already, several subgraphs are given, or one cannot become
-        one call or be computed a second time (see :mod:`slapo.graph.rewrite.reorder`).
+        If the module is checkpointed already, if several subgraphs are given, or if the subgraph
+        cannot become one call or cannot be recomputed (see :mod:`slapo.graph.rewrite.reorder`).
 
     Notes
     -----
@@ -97,13 +97,13 @@ def _checkpoint_subgraph(
         )
     (chain,), (pick,) = subgraphs.chains, subgraphs.picks or (None,)
     rule = Checkpoint(subgraphs.gm, chain, order_args_fn, use_reentrant, pick)
-    # The operations still use these modules, under their names: they stay where they are.
+    # The checkpointed operations still use these modules by name, so the modules must not move.
     call = carry_out(subgraphs.gm, rule, keep_modules=True)
     subgraphs.owner.refresh([str(call.target)])
 
 
 class Checkpoint(MadePerText):
-    """A checkpointed module that runs a chain of operations on the state of the traced module."""
+    """A module that checkpoints a chain of operations and uses the traced module's state."""
 
     def __init__(
         self,

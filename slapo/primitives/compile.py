@@ -11,13 +11,13 @@ from slapo.wrapper import innermost
 
 
 class CompilePrimitive(Primitive, name="compile"):
-    """Run a module through ``torch.compile``, from its next call on.
+    """Compile a module with ``torch.compile``, starting with its next call.
 
     ``mod(x) --> torch.compile(mod)(x)``
 
-    The module stays the object that it is, with its names, and so does all around it. Applied to
-    every layer of a stack, as ``sch.select("h.*").compile()``, the code of one serves them all:
-    less to compile than the whole model, which keeps what its own forward decides.
+    The module object and its names stay the same. After ``sch.select("h.*").compile()`` all layers
+    of a stack share the code of one. This compiles less than the full model and leaves the
+    decisions of the model's own forward in Python.
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ class CompilePrimitive(Primitive, name="compile"):
     Raises
     ------
     ValueError
-        If the module is compiled already, or compiled by TorchScript, or has no forward.
+        If the module is compiled already, by this primitive or by TorchScript, or has no forward.
 
     Examples
     --------
@@ -46,7 +46,6 @@ class CompilePrimitive(Primitive, name="compile"):
         backend: str = "inductor",
         mode: str | None = None,
     ) -> Node:
-        """Check, and have torch compile it when it is called."""
         check_runs(sch)
         check_called(sch)
         kind = type(innermost(sch.mod)).__name__

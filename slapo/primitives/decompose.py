@@ -15,18 +15,18 @@ from slapo.wrapper import innermost
 
 
 class DecomposePrimitive(Primitive, name="decompose"):
-    """Split a linear layer into its product and its bias, so that the addition can be fused.
+    """Split a linear layer into product and bias addition, so that the addition can be fused.
 
     ``F.linear(x, weight, bias) --> F.linear(x, weight) + bias``
 
-    The parameters are the same objects under the same names; hooks move along. A trace taken
-    afterwards shows both operations.
+    The parameters remain the same objects under the same names, and hooks move along. A later trace
+    shows both operations.
 
     Raises
     ------
     ValueError
-        If the module is not an ``nn.Linear``, has no bias, is decomposed already, or sharded so
-        that this rank has less than the whole.
+        If the module is not an ``nn.Linear``, has no bias, is decomposed already, or holds only a
+        slice of a parameter.
 
     Examples
     --------
@@ -69,12 +69,12 @@ class DecomposePrimitive(Primitive, name="decompose"):
 
 
 def _is_smaller(param: nn.Parameter) -> bool:
-    """Return whether a slice is less than the whole: in a world of one it is not."""
+    """Return True for a proper slice; in a world of one, a slice is the full tensor."""
     return param.shape != getattr(param, "orig_shape", param.shape)
 
 
 def _check_not_in_graph(sch: Node) -> None:
-    """Refuse to change a layer that a traced ancestor has seen already."""
+    """Raise if an ancestor is traced already: its graph calls the layer as one operation."""
     for node in sch.ancestors():
         if isinstance(innermost(node.mod), fx.GraphModule):
             raise SlapoError(

@@ -1,4 +1,4 @@
-"""Inputs to capture a module with: given, made from a config, or taken from a run of the model."""
+"""Inputs for capturing a module: given, made from a config, or recorded in a run of the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slapo.wrapper import innermost
 def find_inputs(
     sch: Node, constants: Mapping[str, Any], config: Any = None, given: Any = None
 ) -> Inputs:
-    """Arguments to capture the module at a node with; `given` are the user's."""
+    """Return arguments for capturing the module at a node; `given` are the user's."""
     module = innermost(sch.mod)
     if given is not None:
         args, kwargs = as_call(given)
@@ -41,8 +41,8 @@ def find_inputs(
 
 
 def _from_model(sch: Node, module: nn.Module) -> Inputs:
-    """Run the whole model on fake tensors until it calls the module; siblings share the run."""
-    # Modules of one class with parameters of the same shapes are called alike.
+    """Run the model on fake tensors until it calls the module; equal siblings share the run."""
+    # Modules of one class and mode with equal parameter shapes receive the same inputs.
     shapes = tuple((n, tuple(p.shape), p.dtype) for n, p in module.named_parameters())
     cache, key = sch.state.captured, (type(module), module.training, shapes)
     if key not in cache:
@@ -51,8 +51,8 @@ def _from_model(sch: Node, module: nn.Module) -> Inputs:
         try:
             cache[key] = inputs_within(top, inputs, sch.mod)
         except TraceError:
-            # A plain run asks least of the model. It fails on experts that pick their tokens,
-            # where a capture may pass: it assumes the results of such modules.
+            # A plain run demands least of the model. It fails on experts that select their tokens;
+            # a capture may still succeed, because it assumes the results of such modules.
             found = _by_capture(top, inputs, sch.mod)
             if found is None:
                 raise

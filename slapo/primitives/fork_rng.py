@@ -14,13 +14,14 @@ class ForkRNGPrimitive(Primitive, name="fork_rng"):
 
     ``mod(x) --> with get_rng_tracker().fork(): mod(x)``
 
-    Dropout on a sharded activation must draw another mask on every rank, dropout on a replicated
-    one the same: fork the former. Call :func:`slapo.set_random_seed` before the forward.
+    Dropout on a sharded activation must draw a different mask on every rank; dropout on a
+    replicated activation must draw the same mask. Fork the former. Call
+    :func:`slapo.set_random_seed` before the forward.
 
     Raises
     ------
     ValueError
-        If the module is under a fork already.
+        If the module's forward is forked already.
 
     Examples
     --------

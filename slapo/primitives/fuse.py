@@ -19,22 +19,22 @@ class FusePrimitive(Primitive, name="fuse"):
     Parameters
     ----------
     subgraph
-        One vertical match of ``find``, or the list that ``find`` returned if it holds one match.
+        One vertical match of ``find``, or the list returned by ``find`` if it holds one match.
     compiler
-        ``"TorchScript"``, ``"inductor"``, or None for a plain ``nn.Sequential``. Where torch has no
-        TorchScript, inductor compiles instead.
+        ``"TorchScript"``, ``"inductor"``, or None for a plain ``nn.Sequential``. Inductor compiles
+        instead if torch has no TorchScript.
     name
-        The fused module is called ``<name>_<k>``, with the first free k.
+        Prefix of the fused module's name, ``<name>_<k>``, with the first free k.
 
     Raises
     ------
     ValueError
-        For another compiler, several subgraphs, inner values that are used outside, or an
+        For an unknown compiler, several subgraphs, inner values that are used outside, or an
         operation that may not move (see :func:`slapo.graph.rewrite.reorder.check_reorder`).
     RuntimeError
         If a hook of a fused module would be lost.
     SlapoError
-        If the compiler refuses the operations.
+        If the compiler rejects the operations.
 
     Examples
     --------
@@ -60,7 +60,6 @@ class FusePrimitive(Primitive, name="fuse"):
         compiler: Literal["TorchScript", "inductor"] | None = "TorchScript",
         name: str = "FusedModule",
     ) -> Node:
-        """Build the fused module, then put it instead of the operations."""
         subgraphs = parse(sch, subgraph, "subgraph")
         if len(subgraphs.chains) != 1:
             raise ValueError(

@@ -16,18 +16,19 @@ class CutPipelineStagePrimitive(Primitive, name="cut_pipeline_stage"):
 
     ``a; mod; b --> stage 0: a, mod; stage 1: b``
 
-    The cut is recorded; the model is split when it is built for a runtime with pipelines.
+    The primitive only records the cut. Building for a runtime with pipelines splits the model.
 
     Parameters
     ----------
     call
-        Of a module that the model calls several times (ALBERT's layer), the number of the call that
-        ends the stage, from 0. None: every call of it ends one.
+        Index, from 0, of the call that ends the stage, for a module that the model calls several
+        times (ALBERT's layer). None ends a stage after every call.
 
     Raises
     ------
     ValueError
-        At the root, where a stage ends already, or for a `call` that there is not.
+        At the root, where the last stage ends anyway; for an invalid `call`; or if a stage ends
+        here already.
     SlapoError
         If the parent is not traced, or its graph does not call the module.
 
@@ -50,7 +51,6 @@ class CutPipelineStagePrimitive(Primitive, name="cut_pipeline_stage"):
 
     @staticmethod
     def apply(sch: Node, /, call: int | None = None) -> Node:
-        """Check that the cut is between two calls of a graph, and record it."""
         if sch.parent is None:
             raise ValueError(
                 "a stage cannot end after the whole model, where the last one ends already; cut "
@@ -61,7 +61,7 @@ class CutPipelineStagePrimitive(Primitive, name="cut_pipeline_stage"):
         if note and (call is None or not calls or call in calls):
             raise ValueError("a stage ends after this module already; leave the second cut out")
         above, name = sch.parent, sch.name
-        if not isinstance(innermost(above.mod), fx.GraphModule):  # inlined further up, it may be
+        if not isinstance(innermost(above.mod), fx.GraphModule):  # maybe inlined further up
             graph, path = sch.graph_above()
             above, name = (above, name) if graph is None else (graph, path)
         parent = innermost(above.mod)
@@ -78,7 +78,8 @@ class CutPipelineStagePrimitive(Primitive, name="cut_pipeline_stage"):
                 "as calls (trace_until, or flatten=False)"
             )
         if call is not None:
-            # The parent may itself be called several times, so more calls than these may follow.
+            # The parent itself may run several times, so the number of calls has no upper bound
+            # here.
             if not isinstance(call, int) or isinstance(call, bool) or call < 0:
                 raise ValueError(f"call is {call!r}; pass the number of a call, from 0")
             note["calls"] = (*calls, call)

@@ -32,49 +32,49 @@ logger = get_logger("slapo")
 
 
 class ReplacePrimitive(Primitive, name="replace"):
-    """Put another module instead of this one, or one call instead of operations.
+    """Replace this module by another one, or operations by one call.
 
     | whole module: ``self.act(x) --> self.act(x)`` with ``act`` another module
     | vertical: ``b = f(x, w); c = g(b) --> c = new(x, w)``
     | horizontal: ``a = f(x); b = g(x) --> t = new(x); a = t[0]; b = t[1]``
     | single node: ``b = f(x, 2) --> b = fn(x, 2)``
 
-    The values that a pattern's arguments stand for are given to the new callable's parameters of
-    the same names, constants too; the others follow in the order of the pattern's own arguments,
-    and inputs that the pattern does not name in order of first use.
+    Values bound to the pattern's arguments, constants included, go to the parameters of the same
+    names. The remaining values follow in the order of the pattern's arguments. Inputs that the
+    pattern does not name come last, in order of first use.
 
-    The rewrite is repeated in the graph of each kind of call that the traced module meets later.
-    A call in whose graph it has no place raises :class:`slapo.errors.TraceError`.
+    The rewrite is repeated in the graph of every kind of call that the traced module meets later. A
+    call whose graph does not admit the rewrite raises :class:`slapo.errors.TraceError`.
 
-    Hooks move to the new module. Tied parameters stay tied. A new module that defines
-    ``weight_sources()`` (see :class:`slapo.weights.provenance.Source`) gets its values from the
-    modules it replaces; parameters of a new module on ``meta`` become those of the same name.
+    Hooks move to the new module. Tied parameters stay tied. A new module with ``weight_sources()``
+    (see :class:`slapo.weights.provenance.Source`) takes its values from the modules it replaces.
+    Parameters of a new module on ``meta`` become the replaced parameters of the same name.
 
     Parameters
     ----------
     new_mod
         The new module.
     target_ops
-        What ``find`` returned: one subgraph is replaced vertically, several horizontally. A
+        Result of ``find``: one subgraph is replaced vertically, several horizontally. A
         ``(parent_path, node)`` pair of ``find_node`` is replaced by a function of the same
-        arguments. None replaces the whole module.
+        arguments. None replaces the module itself.
     name
-        New submodules are called ``<name>_<k>``; the default is their class's name.
+        Prefix of the new submodule's name, ``<name>_<k>``; the default is its class name.
     concrete_args
         Arguments passed as constants, by parameter name.
     fn_or_mod
-        Another name of `new_mod`, for the static form, where it may be a function too.
+        Alias of `new_mod` for the static form, which accepts functions too.
 
     Raises
     ------
     ValueError
-        If the new callable's required arguments do not match the subgraph's inputs in number, the
-        subgraph's inner values are used outside, an operation may not move (see
-        :func:`slapo.graph.rewrite.reorder.check_reorder`), or a tie would break.
+        If the number of required arguments does not match the subgraph's inputs, if inner values of
+        the subgraph are used outside, if an operation may not move (see
+        :func:`slapo.graph.rewrite.reorder.check_reorder`), or if a tie would break.
     RuntimeError
         If a hook would be lost.
     TypeError
-        If the new module is none.
+        If the replacement is not a module, or with `target_ops` not callable.
 
     Examples
     --------
@@ -135,7 +135,7 @@ class ReplacePrimitive(Primitive, name="replace"):
 
 
 def replace_module(sch: Node, new: nn.Module) -> None:
-    """Whole-module replacement; wrappers around the module stay around the new one."""
+    """Replace the innermost module; its wrappers stay around the new one."""
     old = innermost(sch.mod)
     if new is sch.mod or new is old:
         raise ValueError(
@@ -159,12 +159,12 @@ def replace_module(sch: Node, new: nn.Module) -> None:
     inherit_weights(new, [old])
     _set_ties(sch, tie_plan)
     new.train(old.training)
-    # A module of the user's that wraps the old one takes its place, wrappers and hooks and all.
+    # A new module that wraps the old one replaces it together with its wrappers and hooks.
     wraps_old = any(m is old or m is sch.mod for m in new.modules())
     if not wraps_old:
         shards = shards_of(old)
         if shards and all(getattr(new, name, None) is getattr(old, name) for name in shards):
-            copy_shards(old, new)  # on meta: it has taken the slices over
+            copy_shards(old, new)  # was on meta: it took over the slices
             defer_bias_as(old, new)
         move_hooks(old, new)
         move_reducers(old, new)
@@ -184,7 +184,7 @@ def _set_ties(sch: Node, plan: TiePlan) -> None:
 
 
 def _check_not_above(sch: Node, new: nn.Module) -> None:
-    """A module cannot contain itself."""
+    """Raise if the new module contains an ancestor of the node."""
     inside = {id(module) for module in new.modules()}
     for node in sch.ancestors():
         if id(innermost(node.mod)) in inside or id(node.mod) in inside:
@@ -195,7 +195,7 @@ def _check_not_above(sch: Node, new: nn.Module) -> None:
 
 
 def _carry_notes(sch: Node, new: nn.Module) -> None:
-    """Tags follow to parameters of the same name; shards that the new module lacks are gone."""
+    """Carry tags over to parameters of the same name; drop shards that the new module lacks."""
     for param_name, tags in sch.metadata.param_tags.items():
         if new._parameters.get(param_name) is not None:
             state = make_sharding(new, sch.group)
@@ -207,7 +207,7 @@ def _carry_notes(sch: Node, new: nn.Module) -> None:
 
 
 def rewrite_subgraphs(rule: Rule, new: Any, subgraphs: Subgraphs) -> None:
-    """Carry a rule out whose hooks were checked: weights, hooks and ties go to the new module."""
+    """Apply a rule after the hook checks, and move weights, hooks and ties to the new module."""
     chains, owner, plan = subgraphs.chains, subgraphs.owner, rule.plan
     assert plan is not None
     check_hooks_of_other_calls(subgraphs, plan)
@@ -227,7 +227,7 @@ def rewrite_subgraphs(rule: Rule, new: Any, subgraphs: Subgraphs) -> None:
 
 
 def _described(rule: Replace, bindings: Sequence[Mapping[str, Any]]) -> str:
-    """Say what the arguments of a new call are, and how they were chosen."""
+    """Describe the arguments of the new call, and how they were matched."""
     assert rule.plan is not None
     wanted = rule.callee.names
     named = [name for name in bindings[0] if name in wanted]

@@ -21,17 +21,17 @@ class ReplaceAllPrimitive(Primitive, name="replace_all"):
 
     ``every m with isinstance(m, cls) --> make_fn(path, m, **kwargs)``
 
-    What `make_fn` returns is not searched again. When it fails for one module, none is replaced.
+    Replacements are not searched again. If `make_fn` fails for one module, none is replaced.
 
     Parameters
     ----------
     cls
         A class of modules.
     make_fn
-        Called with the path from the root, the module and the keyword arguments; returns the new
+        Function of the path from the root, the module and the keyword arguments; returns the new
         module.
     **kwargs
-        Passed on to `make_fn`.
+        Keyword arguments for `make_fn`.
 
     Raises
     ------
@@ -57,7 +57,6 @@ class ReplaceAllPrimitive(Primitive, name="replace_all"):
         make_fn: Annotated[Callable[..., nn.Module], "such as lambda path, module: nn.GELU()"],
         **kwargs: Any,
     ) -> Node:
-        """Make all new modules first, then put them in place."""
         check_takes(make_fn, "make_fn", ("path", "module"), **kwargs)
         nodes = list(_outermost(sch, cls))
         if not nodes:
@@ -78,7 +77,7 @@ class ReplaceAllPrimitive(Primitive, name="replace_all"):
 
 
 def _outermost(sch: Node, cls: type[nn.Module]) -> list[Node]:
-    """Matching nodes that are in no other match, each module once."""
+    """Matching nodes outside all other matches, each module once."""
     found: dict[int, Node] = {}
     pending = list(reversed(sch.child.values()))
     while pending:

@@ -1,4 +1,4 @@
-"""Run a primitive on a schedule node: bind, apply, record; primitives as typed methods."""
+"""Run a primitive on a schedule node: bind, apply, record. Expose primitives as typed methods."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ S = TypeVar("S", bound=Node)
 
 
 def run(node: Node, primitive: type[Primitive], /, *args: Any, **kwargs: Any) -> Any:
-    """Apply `primitive` to `node` and note it in the history.
+    """Apply `primitive` to `node` and record it in the history.
 
-    Errors get the call in front of their message. What users' own primitives changed at the node
-    and below, before they failed, is undone; this library's own check before they change anything.
+    Error messages start with the call. If a user's primitive fails, its changes at the node and
+    below are undone. Built-in primitives check before they change anything.
     """
     return perform(node, primitive, args, kwargs, record_of(node, primitive, args, kwargs))
 
@@ -41,7 +41,7 @@ def perform(
     kwargs: dict[str, Any],
     record: Record,
 ) -> Any:
-    """The same, noted as `record` says."""
+    """Apply `primitive` to `node` and record it as `record`."""
     if not node.is_current:
         raise SlapoError(
             f"{record.call()}: this node left the schedule when a module above it was replaced; "
@@ -73,7 +73,7 @@ def perform(
         raise
     finally:
         state.depth -= 1
-    if state.depth == 0 and result is not False:  # False: it could not, and changed nothing
+    if state.depth == 0 and result is not False:  # False: the primitive failed and changed nothing
         node.note(record)
         if primitive.changes_model:
             forget_captures(node.mod, *(above.mod for above in node.ancestors()))
@@ -83,7 +83,7 @@ def perform(
 def record_of(
     node: Node, primitive: type[Primitive], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Record:
-    """The record of a call, taken before it, as it may change its arguments."""
+    """Record a call before it runs, because it may change its arguments."""
     given = _named(primitive.apply, args, kwargs)
     if given is None:
         given = _bound(node, primitive, args, kwargs)
@@ -103,9 +103,9 @@ def record_of(
 def _named(
     apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """Arguments by their names, as ``Signature.bind`` has them in a fifth of its time.
+    """Map arguments to names in a fifth of the time of ``Signature.bind``.
 
-    None for what only that knows: signatures of other kinds, and what is wrong.
+    None if only ``bind`` can decide: for other kinds of signatures, and for invalid calls.
     """
     names, required, takes_more = _plain_parameters(apply)
     if names is None or len(args) > len(names):
@@ -123,7 +123,7 @@ def _named(
 def _plain_parameters(
     apply: Callable[..., Any],
 ) -> tuple[tuple[str, ...] | None, frozenset[str], bool]:
-    """Names behind the node, those without a default, and whether there may be further keywords."""
+    """Names after the node, names without a default, and whether ``**kwargs`` are accepted."""
     parameters = list(_signature(apply).parameters.values())[1:]
     takes_more = bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
     plain = parameters[:-1] if takes_more else parameters
@@ -151,7 +151,7 @@ def _bound(
 
 
 def _taken(signature: inspect.Signature, given: Iterable[str]) -> str:
-    """A refusal that lists a primitive's arguments and the unknown keywords."""
+    """Error text that lists the accepted arguments and the unknown keywords."""
     parameters = list(signature.parameters.values())[1:]
     shown = [str(p.replace(annotation=inspect.Parameter.empty)) for p in parameters]
     unknown = [name for name in given if name not in signature.parameters]
@@ -165,7 +165,7 @@ def _signature(apply: Callable[..., Any]) -> inspect.Signature:
 
 
 def _put_in_front(error: Exception, record: Record) -> None:
-    """``sch["fc"].shard(...): `` before the message, once."""
+    """Prefix the message with ``sch["fc"].shard(...): ``, once."""
     message = str(error.args[0]) if error.args else ""
     if not message.startswith(("sch[", "sch.")):
         error.args = (f"{record.call()}: {message}", *error.args[1:])
@@ -174,14 +174,14 @@ def _put_in_front(error: Exception, record: Record) -> None:
 def as_method(
     primitive: type[Primitive], apply: Callable[Concatenate[Any, P], Any]
 ) -> Callable[Concatenate[S, P], S]:
-    """`primitive` as a method of ``Schedule`` that returns the node, so that calls chain."""
+    """Wrap `primitive` as a method of ``Schedule`` that returns the node, so that calls chain."""
     return _method(primitive, apply)
 
 
 def as_question(
     primitive: type[Primitive], apply: Callable[Concatenate[Any, P], R]
 ) -> Callable[Concatenate[S, P], R]:
-    """`primitive` as a method of ``Schedule`` that returns what the primitive does."""
+    """Wrap `primitive` as a method of ``Schedule`` that returns the primitive's own result."""
     return _method(primitive, apply)
 
 
@@ -194,7 +194,7 @@ def _method(primitive: type[Primitive], apply: Callable[..., Any]) -> Any:
 
 
 def document(method: Any, primitive: type[Primitive]) -> Any:
-    """Give a method the name, the signature and the manual of a primitive."""
+    """Give a method the name, signature and docstring of a primitive."""
     method.__name__ = primitive.name()
     method.__qualname__ = f"Schedule.{primitive.name()}"
     method.__doc__ = primitive.__doc__

@@ -19,7 +19,7 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 
 
 class _NotGiven:
-    """Stands for a value that may be None."""
+    """Marks an omitted argument that may be None."""
 
     def __repr__(self) -> str:
         return "<not given>"
@@ -33,31 +33,32 @@ class SetPrimitive(Primitive, name="set"):
 
     ``mod.num_heads == 8 --> mod.num_heads == 4``
 
-    Modules keep sizes as numbers beside their weights, and reshape by them; sharding cannot know
-    which of them follow. Set by the schedule, the change is in its record, and ranks that set
-    different values are told by :func:`slapo.build`.
+    Modules store sizes beside their weights and reshape by them, and sharding cannot infer which of
+    these sizes must change. A change made through the schedule is part of its record, and
+    :func:`slapo.build` reports ranks that set different values.
 
     Parameters
     ----------
     name
-        An attribute that the module has already.
+        An existing attribute of the module.
     value
-        Its new value; of the same type where that is a number, a bool, a string, a tuple or a list.
+        New value. A number, bool, string, tuple or list must keep its type.
     whole
-        In place of `value`, a number, or a tuple or list of them, of which every rank has its part:
-        sets ``whole // world_size``. Recorded so, the call is right for any number of ranks.
+        Global value, instead of `value`: a number, or a tuple or list of numbers. Sets ``whole //
+        world_size``, so the recorded call is right for any number of ranks.
 
     Raises
     ------
     AttributeError
-        If the module has no such attribute; the nearest are named.
+        If the module has no such attribute; the message lists the nearest names.
     ValueError
-        If it repeats the size of a weight that has another, or `whole` is not divisible.
+        If the attribute repeats the size of a weight and the new value would differ from it, or if
+        `whole` is not divisible.
     TypeError
-        If the attribute is a module, a tensor, a method or a property, or of another type; if not
-        one of `value` and `whole` is given.
+        If the attribute is a module, a tensor, a method or a property; if the type differs; or
+        unless exactly one of `value` and `whole` is given.
     SlapoError
-        If the module was traced already: the value is built into its graph.
+        If the module is traced already and the value is built into its graph.
 
     Examples
     --------
@@ -86,7 +87,6 @@ class SetPrimitive(Primitive, name="set"):
 
 
 def _one_of(name: str, value: Any, whole: Any, world_size: int) -> Any:
-    """The value for this rank."""
     if (value is _NONE) == (whole is None):
         raise TypeError(
             f"got {'neither' if whole is None else 'both'} of value and whole; pass the value of "
@@ -109,7 +109,7 @@ def _part(name: str, whole: Any, world_size: int) -> Any:
 
 
 def check_attribute(module: nn.Module, name: str, value: Any) -> None:
-    """Refuse other attributes than plain ones, and values that do not fit."""
+    """Raise unless `name` is a plain attribute and `value` fits it."""
     kind = type(module).__name__
     if not isinstance(name, str) or not hasattr(module, name):
         own = [each for each in vars(module) if not each.startswith("_") and each != "training"]
@@ -131,7 +131,7 @@ def check_attribute(module: nn.Module, name: str, value: Any) -> None:
 
 
 def _check_size(module: nn.Module, name: str, value: Any) -> None:
-    """Refuse a number that repeats the size of a tensor, and would not any more."""
+    """Raise if the attribute repeats the size of a tensor and `value` differs from that size."""
     repeats = tensor_of_size(module, name)
     size = value if repeats is None else getattr(module, repeats[0]).shape[repeats[1]]
     if repeats is not None and value != size:
@@ -143,7 +143,7 @@ def _check_size(module: nn.Module, name: str, value: Any) -> None:
 
 
 def _class_constants(kind: type[nn.Module]) -> set[str]:
-    """Names of a module's class, up to ``nn.Module``, that any object may have its own value of."""
+    """Names of class constants, up to ``nn.Module``, that an instance may override."""
     bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
     return {
         name

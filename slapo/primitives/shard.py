@@ -33,39 +33,40 @@ class ShardPrimitive(Primitive, name="shard"):
 
     ``weight of shape (out, in) --> weight of shape (out / world_size, in)`` for ``axis=0``
 
-    The module's own sizes follow (``out_features``, ``num_embeddings``, ...), the slice remembers
-    the whole's shape as ``orig_shape``, and a bias that would be added to a partial sum is added
-    once. Where the parameter is tied, the other modules that share it are sharded with it.
-    Place the collectives with :meth:`Schedule.sync`.
+    The module's own sizes are adjusted (``out_features``, ``num_embeddings``, ...), and the slice
+    stores the full shape as ``orig_shape``. A bias of a partial sum is added once. If the parameter
+    is tied, the other modules that share it are sharded with it.
+
+    Add the collectives with :meth:`Schedule.sync`.
 
     Parameters
     ----------
     tensor_name
         A parameter or buffer of the module itself.
     axis
-        The axis to split; negative ones count from the end.
+        Axis to shard; negative values count from the end.
     blocks
-        How many equal blocks are along the axis, each split by itself: 3 for a packed query, key
+        Number of equal blocks along the axis, each sharded separately: 3 for a packed query, key
         and value, whose heads then stay together. A sequence gives the sizes of unequal blocks.
     uneven
-        Whether the ranks' shares may be of several sizes, where the group's does not divide the
-        axis: those that ``torch.chunk`` cuts, 25, 25, 25 and 22 of a vocabulary of 97.
+        Allow slices of different sizes if the world size does not divide the axis. Sizes are as in
+        ``torch.chunk``: 25, 25, 25 and 22 for a vocabulary of 97.
     parts
-        The most parts that the axis may be cut into, such as the number of key and value heads:
-        with more ranks than these, neighbors hold the same part, and its gradient is summed over
-        them.
+        Maximum number of slices along the axis, such as the number of key and value heads. With
+        more ranks than slices, neighboring ranks hold the same slice and its gradient is summed
+        over them.
 
     Raises
     ------
     ValueError
-        If there is no such tensor or axis, the size is not divisible by the world size and
-        `uneven` is False, or a rank would have nothing, the tensor is sharded already, or a slice
-        of it would compute something else.
+        If there is no such tensor or axis; if the tensor is sharded already; if the world size does
+        not divide the size and `uneven` is False; if a rank would hold nothing; or if a slice would
+        change the result.
 
     Notes
     -----
-    Splits in pairs by columns and rows: Shoeybi et al., "Megatron-LM: Training Multi-Billion
-    Parameter Language Models Using Model Parallelism" (2019).
+    Column and row shards in pairs: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter
+    Language Models Using Model Parallelism" (2019).
 
     Examples
     --------
@@ -85,7 +86,6 @@ class ShardPrimitive(Primitive, name="shard"):
         uneven: bool = False,
         parts: Annotated[int | None, "such as the number of key and value heads"] = None,
     ) -> Node:
-        """Check everything, then slice the tensor here and where it is tied."""
         if adapters := adapters_of(sch):
             _shard_adapted(sch, adapters, tensor_name, axis, (blocks, uneven, parts))
             return sch
@@ -98,7 +98,7 @@ class ShardPrimitive(Primitive, name="shard"):
         _check_buffer(sch, module, tensor_name)
         plan = ShardPlan(module, tensor_name, cut, sch.group)
         if plan.defers_bias:
-            check_called(sch)  # the module itself must add its bias in another way
+            check_called(sch)  # the module's own forward must treat its bias differently
         partners = _tied_plans(sch, module, tensor_name, cut)
         plan.carry_out()
         for name, partner in partners.items():
@@ -116,7 +116,7 @@ class ShardPrimitive(Primitive, name="shard"):
 def _shard_adapted(
     sch: Node, adapters: list[tuple[Node, Node]], name: str, axis: int, how: tuple[Any, ...]
 ) -> None:
-    """Split a layer and the low-rank matrices around it."""
+    """Shard a layer together with its low-rank adapters."""
     with restored_on_error(sch):
         base_of(sch).shard(name, axis, *how)  # type: ignore[attr-defined]
         first: Any
@@ -135,7 +135,7 @@ def _full_name(sch: Node, tensor_name: str) -> str:
 
 
 def _confirms_tie(sch: Node, module: nn.Module, tensor_name: str, cut: Cut) -> bool:
-    """True when the tensor was sharded with its tied partner, along this axis, and is named now."""
+    """Return True if the call repeats, along the same axis, a shard made through a tied partner."""
     name = _full_name(sch, tensor_name)
     spec = shards_of(module).get(tensor_name)
     if spec is None or name not in sch.state.followed:
@@ -153,7 +153,7 @@ def _confirms_tie(sch: Node, module: nn.Module, tensor_name: str, cut: Cut) -> b
 
 
 def _check_buffer(sch: Node, module: nn.Module, tensor_name: str) -> None:
-    """Refuse a buffer that other modules hold too: they would come apart."""
+    """Raise for a buffer that other modules share, since only one of them would be sharded."""
     buffer = module._buffers.get(tensor_name)
     if buffer is None:
         return
@@ -168,7 +168,7 @@ def _check_buffer(sch: Node, module: nn.Module, tensor_name: str) -> None:
 
 
 def _tied_plans(sch: Node, module: nn.Module, tensor_name: str, cut: Cut) -> dict[str, ShardPlan]:
-    """Plans for the other modules that hold the same parameter, by its name there."""
+    """Plans for the other modules that hold the same parameter, by the parameter's name there."""
     top = sch.get_top_schedule()
     plans: dict[str, ShardPlan] = {}
     owners = {id(module._parameters)}

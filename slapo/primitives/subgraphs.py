@@ -1,4 +1,4 @@
-"""Subgraphs as users hand them over: what ``find`` returned, checked and sorted out."""
+"""Subgraphs passed by users: results of ``find``, validated and sorted."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ class Subgraphs:
     chains: list[list[fx.Node]]
     #: true when the user gave one ``(parent, node)`` pair
     single_node: bool = False
-    #: for each match, what the arguments of the pattern stand for
+    #: for each match, the values of the pattern's arguments
     bindings: list[Mapping[str, Any]] = field(default_factory=list)
-    #: for each match, the search and its place in the results; None for nodes picked by hand
+    #: for each match, the search and its index in the results; None for nodes picked by hand
     picks: list[Pick | None] = field(default_factory=list)
 
     def modules(self, chain: Sequence[fx.Node]) -> list[nn.Module]:
-        """The modules that a chain calls, in order."""
+        """Modules that a chain calls, in order."""
         return [self.gm.get_submodule(str(n.target)) for n in chain if n.op == "call_module"]
 
 
 def parse(sch: Node, target_ops: Any, argument: str = "target_ops") -> Subgraphs:
-    """Sort out a pair, a subgraph, or a list of them; `argument` is its name in messages."""
+    """Parse a pair, a subgraph, or a list of subgraphs; `argument` is the name in messages."""
     single = _is_pair(target_ops)
     groups = _groups(sch, target_ops, argument)
     parents = {parent for group in groups for parent, _ in group}
@@ -79,7 +79,7 @@ def parse(sch: Node, target_ops: Any, argument: str = "target_ops") -> Subgraphs
 
 
 def _pick(group: Any) -> Pick | None:
-    """The search behind a match, unless the user has put the nodes together."""
+    """Return the search that found a match; None if the user assembled the nodes."""
     if isinstance(group, Subgraph) and group.search is not None and group.is_whole():
         return group.search, group.position
     return None
@@ -98,7 +98,7 @@ def _groups(sch: Node, target_ops: Any, argument: str) -> list[Any]:
             f"{type(target_ops).__name__}; pass {_as_search(sch, target_ops)}"
         )
     if not target_ops:
-        why = getattr(target_ops, "why", "")  # what find() knows of the reason
+        why = getattr(target_ops, "why", "")  # reason reported by find(), if any
         raise ValueError(f"{argument} is empty: the pattern matched nothing{why and f'; {why}'}")
     groups = [target_ops] if all(map(_is_pair, target_ops)) else list(target_ops)
     for group in groups:
@@ -111,7 +111,7 @@ def _groups(sch: Node, target_ops: Any, argument: str) -> list[Any]:
 
 
 def _as_search(sch: Node, given: Any) -> str:
-    """Advice for an argument that is not a match."""
+    """Suggest a search for an argument that is not a match."""
     if isinstance(given, str) and given in sch:
         return f"sch.find({given!r}), or call the primitive on {spelled(sch[given].path)}"
     is_pattern = isinstance(given, str) or callable(given)
@@ -119,7 +119,7 @@ def _as_search(sch: Node, given: Any) -> str:
 
 
 def check_hooks(subgraphs: Subgraphs, keeps_hooks: bool, scripted: bool = False) -> None:
-    """Refuse a rewrite that would lose a hook, or move one to a script that cannot have it."""
+    """Raise if the rewrite would lose a hook, or move one to a script that cannot hold it."""
     side_by_side = len(subgraphs.chains) > 1
     for chain in subgraphs.chains:
         for node in (n for n in chain if n.op == "call_module"):
@@ -154,7 +154,7 @@ def _lost(module: nn.Module, is_first: bool, is_last: bool) -> list[str]:
 
 
 def check_hooks_of_other_calls(subgraphs: Subgraphs, plan: Plan) -> None:
-    """Refuse to move the hooks of a module that is also called where nothing is replaced."""
+    """Raise if a module with hooks is also called outside the replaced operations."""
     going = set(plan.nodes)
     for target in {str(node.target) for node in going if node.op == "call_module"}:
         if not has_forward_hooks(subgraphs.gm.get_submodule(target)):
@@ -170,7 +170,7 @@ def check_hooks_of_other_calls(subgraphs: Subgraphs, plan: Plan) -> None:
 
 
 def end_modules(subgraphs: Subgraphs) -> tuple[nn.Module | None, nn.Module | None]:
-    """The modules at the first chain's ends, None where it begins or ends otherwise."""
+    """Modules at both ends of the first chain; None where an end is not a module call."""
     chain = subgraphs.chains[0]
     first, last = (
         subgraphs.gm.get_submodule(str(n.target)) if n.op == "call_module" else None
@@ -180,10 +180,10 @@ def end_modules(subgraphs: Subgraphs) -> tuple[nn.Module | None, nn.Module | Non
 
 
 def move_end_hooks(ends: tuple[nn.Module | None, nn.Module | None], new: nn.Module) -> None:
-    """Move the hooks that :func:`check_hooks` allowed.
+    """Move the hooks that :func:`check_hooks` accepted.
 
-    The backward hooks of the first module act on the gradient of its input, which is that of the
-    new module; those that run before the backward pass act on the gradient of the output.
+    The first module's backward hooks act on the gradient of its input, now the new module's input.
+    Hooks before the backward pass act on the gradient of the output.
     """
     first, last = ends
     if first is not None and first is last:

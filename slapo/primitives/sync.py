@@ -31,7 +31,7 @@ from slapo.snapshot import restored_on_error
 from slapo.utils.calls import check_takes
 from slapo.wrapper import innermost
 
-#: By mode, and whether the hook takes keyword arguments of the call too.
+#: Arguments of a hook by mode, and by whether the hook takes keyword arguments of the call.
 _HOOK_ARGUMENTS = {
     ("fwd_pre", False): ("module", "args"),
     ("fwd_pre", True): ("module", "args", "kwargs"),
@@ -42,7 +42,7 @@ _HOOK_ARGUMENTS = {
 
 
 class SyncPrimitive(Primitive, name="sync"):
-    """Put a collective, or a hook of your own, before or after a module.
+    """Add a collective, or a hook of your own, before or after a module.
 
     ``mod(x) --> op(mod(x))`` for ``fwd_post``, ``mod(op(x))`` for ``fwd_pre``; ``bwd_post`` acts on
     the gradient of ``x``.
@@ -64,29 +64,35 @@ class SyncPrimitive(Primitive, name="sync"):
     mode
         ``"fwd_pre"``, ``"fwd_post"`` or ``"bwd_post"``.
     sync_op_or_fn
-        An op of the table; in ``"XY->ZW"`` the letters R (replicated) and S (sharded) stand for
-        the last two dimensions. Or a callable, which becomes the module hook of that mode: a
-        pre-forward hook, a forward hook or a full backward hook. One of ``(module, args, kwargs)``,
-        or of ``(module, args, kwargs, output)``, gets keyword arguments too, as torch's hooks with
-        ``with_kwargs=True``.
+        An op of the table, or a callable. In ``"XY->ZW"`` the letters R (replicated) and S
+        (sharded) stand for the last two dimensions. A callable becomes the module hook of the mode:
+        a pre-forward hook, a forward hook or a full backward hook. A hook ``(module, args,
+        kwargs)`` or ``(module, args, kwargs, output)`` also receives keyword arguments, like
+        torch's hooks with ``with_kwargs=True``.
     **kwargs
-        ``axis`` of the activation; ``tensor_parallel_output_grad`` of ``all_gather``: False when
-        every rank uses the gathered tensor in the same way, so that the gradient is only split;
-        ``total`` of ``all_gather``: the whole's size along `axis`, where the ranks' parts are
-        uneven (known of a module that was sharded so, to be given for others);
-        ``argument`` of ``bwd_post``: names of the inputs whose gradients are summed, in place of
-        all inputs that need one; of ``fwd_pre``: names of those that are gathered, in place of the
-        first tensor.
+        Options of the op:
+
+        ``axis``: axis of the activation.
+
+        ``tensor_parallel_output_grad`` of ``all_gather``: False if every rank uses the gathered
+        tensor in the same way; the gradient is then only scattered.
+
+        ``total`` of ``all_gather``: full size along `axis` if the slices are uneven. It is known
+        after ``shard(uneven=True)``; pass it for other modules.
+
+        ``argument`` of ``bwd_post``: names of the inputs whose gradients are summed; the default is
+        all inputs that require a gradient. ``argument`` of ``fwd_pre``: names of the inputs to
+        gather; the default is the first tensor.
 
     Raises
     ------
     ValueError
-        For an unknown mode or op, a mode the op does not work in, a missing axis, or a sync that
-        contradicts the known layout of a sharded module: gathering a partial sum, reducing a
-        slice or a whole, gathering along another axis or of a packed tensor, summing a gradient
-        twice.
+        For an unknown mode or op, an op that the mode does not support, or a missing axis. Also for
+        a sync that contradicts the known layout of a sharded module: gathering a partial sum,
+        reducing a sharded or replicated tensor, gathering along another axis or from a packed
+        tensor, summing a gradient twice.
     TypeError
-        For arguments the op does not take.
+        For arguments that the op does not take.
 
     Examples
     --------
@@ -98,7 +104,7 @@ class SyncPrimitive(Primitive, name="sync"):
 
     @staticmethod
     def init_metadata() -> Any:
-        """Texts of the syncs of a node, in order."""
+        """Descriptions of a node's syncs, in order."""
         return []
 
     @staticmethod
@@ -111,7 +117,6 @@ class SyncPrimitive(Primitive, name="sync"):
         ],
         **kwargs: Any,
     ) -> Node:
-        """Check the sync against what is known, then register it."""
         check_runs(sch)
         if mode == "fwd_post" and sync_op_or_fn in REDUCTIONS and reduces_within(sch):
             _sync_adapted(sch, sync_op_or_fn, kwargs)
@@ -129,13 +134,13 @@ class SyncPrimitive(Primitive, name="sync"):
 
 
 def _sync_adapted(sch: Node, op: Any, kwargs: dict[str, Any]) -> None:
-    """Reduce what a layer makes, and what the first matrices around it make."""
+    """Reduce the output of the layer and of the first matrix of each adapter."""
     with restored_on_error(sch):
         first: Any
         second: Any
         for first, second in [(base_of(sch), None), *adapters_of(sch)]:
             first.sync("fwd_post", op, **kwargs)
-            if second is not None and op == "reduce_scatter":  # it sees a part of the tokens
+            if second is not None and op == "reduce_scatter":  # it gets a part of the tokens
                 for name, tensor in second.mod._parameters.items():
                     if tensor is not None:
                         second.annotate(name, "partial_grad", True)
@@ -181,7 +186,7 @@ def _add_callable(
 
 
 def _takes_keywords(function: Callable[..., Any], mode: str) -> bool:
-    """Return whether a hook must be given one argument more than those of its mode."""
+    """Return True if a hook requires the call's keyword arguments too."""
     if mode == "bwd_post":
         return False
     try:
@@ -207,7 +212,8 @@ def _add_op(sch: Node, mode: str, op: SyncOp) -> None:
     _check_names(module, mode, op)
     if mode == "bwd_post":
         _check_gradients(module, op)
-        # It sums the gradient of what the module is given, in front of functions that change that.
+        # It sums the gradient of the module's own input, so it must run before hooks that change
+        # inputs.
         first = any(sync.mode == "fwd_pre" and not sync.op for sync in syncs_of(module))
         sch.mod.register_forward_pre_hook(GradientHook(op), with_kwargs=True, prepend=first)
     elif mode == "fwd_pre":
@@ -224,7 +230,7 @@ def _add_op(sch: Node, mode: str, op: SyncOp) -> None:
 
 
 def _with_known(op: SyncOp, output: Placement) -> SyncOp:
-    """A gather with what is known of the slices that it gets."""
+    """Complete a gather with the known layout of its slices."""
     if op.total not in (None, output.total) and output.kind == "shard":
         raise ValueError(
             f"fwd_post all_gather: the module's output is {output}, not of total={op.total}; leave "
@@ -234,7 +240,7 @@ def _with_known(op: SyncOp, output: Placement) -> SyncOp:
 
 
 def _sums_gradients(module: nn.Module) -> bool:
-    """Return whether a ``bwd_post`` op stands on the module."""
+    """Return True if the module has a ``bwd_post`` op."""
     return any(sync.mode == "bwd_post" and sync.op for sync in syncs_of(module))
 
 
@@ -249,7 +255,7 @@ def _check_names(module: nn.Module, mode: str, op: SyncOp) -> None:
 
 
 def _check_gradients(module: nn.Module, op: SyncOp) -> None:
-    """Refuse to sum a gradient twice."""
+    """Raise if the gradient of the inputs is summed already."""
     if _sums_gradients(module):
         raise ValueError(
             f"bwd_post {op.name}: the gradient of the module's inputs is summed over the ranks "
@@ -258,7 +264,7 @@ def _check_gradients(module: nn.Module, op: SyncOp) -> None:
 
 
 def _check_before_gradients(module: nn.Module, op: SyncOp) -> None:
-    """Refuse to change an input that another op, which stands before it, sums the gradient of."""
+    """Raise if an earlier ``bwd_post`` op sums the gradient of an input that `op` changes."""
     before = [sync.argument for sync in syncs_of(module) if sync.mode == "bwd_post" and sync.op]
     if any(not names or not op.argument or {*names} & {*op.argument} for names in before):
         raise ValueError(
@@ -269,7 +275,7 @@ def _check_before_gradients(module: nn.Module, op: SyncOp) -> None:
 
 
 def _check_output_gradient(module: nn.Module, op: SyncOp) -> None:
-    """Refuse to sum the gradient of the output twice."""
+    """Raise if the gradient of the output is summed already."""
     before = [s.op for s in syncs_of(module) if s.mode == "fwd_post" and s.completes_gradient]
     if before and op.sums_gradient():
         raise ValueError(
@@ -290,5 +296,5 @@ def _add_output_op(sch: Node, module: nn.Module, op: SyncOp) -> None:
 
 
 def _needs_mask(module: nn.Module, op: SyncOp) -> bool:
-    """Return whether a table spread by rows gets its mask together with its reduction."""
+    """Return True if the vocabulary shard needs a mask along with its reduction."""
     return op.name in REDUCTIONS and layout_of(module).vocabulary and not masks_itself(module)

@@ -29,44 +29,44 @@ logger = get_logger()
 
 
 class _ClosedError(TraceError):
-    """A module that no tracer enters, whatever is passed."""
+    """A module that no tracer can enter, whatever the arguments."""
 
 
 class TracePrimitive(Primitive, name="trace"):
     """Replace a module by its graph, so that its operations can be found and rewritten.
 
-    ``mod --> fx.GraphModule`` of the same call signature, names and state
+    ``mod --> fx.GraphModule`` with the same call signature, names and state
 
-    Children stay calls of modules under their names. A call that the graph does not hold for
-    (another constant, a size outside the limits met) is an error when it happens.
+    Children stay module calls under their names. A later call that the graph does not cover
+    (another constant, a size outside the recorded limits) raises an error.
 
     Parameters
     ----------
     recursive
-        Trace the modules that this one calls too, each as a graph of its own.
+        Also trace the modules that this one calls, each as a graph of its own.
     flatten
-        One graph with all operations inlined; targets then read ``a.b``.
+        Inline all operations into one graph; targets then read ``a.b``.
     tracer
-        ``"pytorch"``: symbolic, for modules without surprises. ``"huggingface"``: the front end of
-        ``torch.compile`` writes the forward down, for Transformers models and whatever the former
-        cannot trace. ``"dynamo"``: the same, always as one flat graph.
+        ``"pytorch"``: symbolic tracing, for simple modules. ``"huggingface"``: capture by the front
+        end of ``torch.compile``, for Transformers models and modules that symbolic tracing cannot
+        handle. ``"dynamo"``: the same capture, always as one flat graph.
     leaf_modules
-        Class names or paths that stay opaque.
+        Class names or paths of modules that stay opaque.
     concrete_args
-        Forward parameter -> constant to trace with; nothing else is fixed by that. Entries for
-        ``**kwargs``, and those without a value, are dropped.
+        Map from forward parameter to the constant to trace with; no other argument becomes fixed.
+        Entries for ``**kwargs``, and entries without a value, are dropped.
     config
-        Model config to make example inputs from, where the module has none itself.
+        Model config for making example inputs, if the module has none.
     example_inputs
-        Tensors to record with, a tuple or a dict of keyword arguments; made up for Transformers
-        models, and for their layers where these stand alone (hidden states, no mask); taken from a
-        run of the whole model for modules within one.
+        Tensors to capture with: a tuple, or a dict of keyword arguments. By default they are made
+        up for Transformers models and for their layers on their own (hidden states, no mask). For a
+        module within a model they are recorded in a run of that model.
 
     Returns
     -------
     bool
-        True, or False with a warning that names the module, the reason and what to pass, so that no
-        call chains after it. A failed trace changes nothing.
+        True, or False with a warning that names the module, the reason and the fix. A failed trace
+        changes nothing, and no call can be chained.
 
     Raises
     ------
@@ -120,13 +120,13 @@ class TracePrimitive(Primitive, name="trace"):
 
 
 def remember_inputs(sch: Node, example_inputs: Any) -> None:
-    """Inputs of the whole model serve ``build(check=True)`` too."""
+    """Store inputs of the root, which ``build(check=True)`` uses too."""
     if sch.parent is None and example_inputs is not None:
         sch.state.example_inputs = outline(example_inputs)
 
 
 def _inputs(sch: Node, constants: Mapping[str, Any], config: Any, given: Any) -> Any:
-    # It brings torch._dynamo: a second that only captures should take.
+    # Late: it imports torch._dynamo, which takes a second and only captures need.
     from slapo.primitives.example_inputs import find_inputs
 
     return find_inputs(sch, constants, config, given)
@@ -138,14 +138,14 @@ def _first_or_second(
     by_capture: Callable[[], TraceResult],
     tracer: str,
 ) -> TraceResult:
-    """By proxies if so asked; by a capture where proxies do not survive."""
+    """Trace with proxies if requested, and capture if that fails."""
     if tracer != "pytorch":
         return by_capture()
     try:
         return by_preview()
     except TraceError as error:
         reason = error
-    try:  # not within the other block, whose error has nothing to do with what fails here
+    try:  # outside the except block, so that an error here is not chained to the other one
         result = by_capture()
     except TraceError as other:
         raise TraceError(f"{reason}; and by a capture: {other}") from reason
@@ -154,19 +154,19 @@ def _first_or_second(
 
 
 class TraceUntilPrimitive(Primitive, name="trace_until"):
-    """Trace the containers from the root down to some paths, whose children stay untouched.
+    """Trace the containers from the root down to some paths; their children stay modules.
 
     ``root, root.encoder --> graphs``; ``root.encoder.layer.0`` and so on stay modules
 
-    This is what pipeline cuts need.
+    Pipeline cuts need such graphs.
 
     Parameters
     ----------
     paths
-        One path or several; they and everything above them become graphs.
+        One path or several. They and everything above them become graphs.
     tracer
-        ``"pytorch"`` or ``"huggingface"``, as for :meth:`Schedule.trace`: the first does as the
-        second where proxies do not survive and there are inputs for it.
+        ``"pytorch"`` or ``"huggingface"``, as for :meth:`Schedule.trace`. The first falls back to
+        the second if symbolic tracing fails and inputs are available.
     concrete_args, config, example_inputs
         As for :meth:`Schedule.trace`, for the root's forward.
 
@@ -194,7 +194,7 @@ class TraceUntilPrimitive(Primitive, name="trace_until"):
     '0'
     """
 
-    changes_model = False  # nothing is above the root, and its own captures are new
+    changes_model = False  # no module is above the root, and its own captures are new
 
     @staticmethod
     def apply(
@@ -206,7 +206,6 @@ class TraceUntilPrimitive(Primitive, name="trace_until"):
         config: Any = None,
         example_inputs: Any = None,
     ) -> bool:
-        """Trace every container on the way, then put all graphs in place."""
         if sch.parent is not None:
             raise ValueError(
                 f"trace_until traces from the root down; call it on the root, with {sch.path!r} "
@@ -215,7 +214,7 @@ class TraceUntilPrimitive(Primitive, name="trace_until"):
         remember_inputs(sch, example_inputs)
         wanted = [paths] if isinstance(paths, str) else list(paths)
         for path in wanted:
-            sch[path]  # a path that does not exist is a KeyError that names the nearest
+            sch[path]  # raises a KeyError with the nearest names if the path does not exist
         containers = containers_down_to(wanted, lambda path: path in sch)
         module = innermost(sch.mod)
         concrete_args = named_constants(module, concrete_args)
@@ -231,7 +230,7 @@ class TraceUntilPrimitive(Primitive, name="trace_until"):
         try:
             for path in containers:
                 _check_traceable(innermost(sch[path].mod))
-            # A pipeline runs the joined graph: inputs, where there are any, make it exact.
+            # A pipeline runs the joined graph; a capture with the given inputs makes it exact.
             how = tracer if example_inputs is None else "huggingface"
             result = _first_or_second(sch, by_preview, by_capture, how)
         except TraceError as error:
@@ -277,7 +276,6 @@ def _check_traceable(module: nn.Module) -> None:
 
 
 def _warn(sch: Node, tracer: str, error: TraceError) -> None:
-    """Say which module, why, and what to pass."""
     if isinstance(error, _ClosedError):
         remedy = ""
     elif tracer == "pytorch":
@@ -292,7 +290,7 @@ def _warn(sch: Node, tracer: str, error: TraceError) -> None:
 
 
 def _attach(sch: Node, result: TraceResult) -> None:
-    """Change the classes, and follow with the tree."""
+    """Turn the traced modules into graph modules and update the schedule tree."""
     for path, trace in result.traces.items():
         module = innermost(sch.mod.get_submodule(path))
         attach(module, trace)

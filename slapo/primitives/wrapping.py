@@ -1,4 +1,4 @@
-"""Shared code of the primitives that wrap, replace or split a module."""
+"""Shared code of the primitives that wrap, replace or shard a module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slapo.wrapper import ModuleWrapper, innermost
 
 
 def wrap(sch: Node, wrapper: ModuleWrapper) -> None:
-    """Put `wrapper`, which holds the node's module, in its place; hooks run around the wrapper."""
+    """Replace the node's module by `wrapper`, which holds it; hooks run around the wrapper."""
     check_runs(sch)
     check_called(sch)
     bare = innermost(sch.mod)
@@ -30,10 +30,10 @@ def wrap(sch: Node, wrapper: ModuleWrapper) -> None:
 
 
 def check_runs(sch: Node) -> None:
-    """Refuse a container, which is never called: nothing would happen around its forward."""
+    """Raise for a container: it is never called, so its forward cannot be wrapped."""
     module = innermost(sch.mod)
     if isinstance(module, torch.jit.ScriptModule):
-        return  # it has one, for which its class cannot be asked
+        return  # its class does not show its forward
     if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
         raise ValueError(
             f"{type(module).__name__} has no forward, so that nothing would happen; name what is "
@@ -42,14 +42,14 @@ def check_runs(sch: Node) -> None:
 
 
 def check_called(sch: Node, tensor: str | None = None) -> None:
-    """Refuse to change a module that no traced ancestor calls any more."""
+    """Raise if the graph of a traced ancestor no longer calls the module."""
     path = sch.name
     for node in sch.ancestors():
         module = innermost(node.mod)
         if isinstance(module, fx.GraphModule):
             read = tensor is not None and _has(module, "get_attr", f"{path}.{tensor}")
             if read or _calls(module, path):
-                return  # graphs further up call this one, or refused when it was changed
+                return  # graphs further up call this one, or a check has raised
             raise SlapoError(
                 f"{path!r} was inlined when {node.path or 'the root'} was traced, so its graph "
                 "does not call the module any more; change the module before tracing, name it in "
@@ -59,7 +59,7 @@ def check_called(sch: Node, tensor: str | None = None) -> None:
 
 
 def _calls(module: fx.GraphModule, path: str) -> bool:
-    """True when the graph calls the module at `path` or one that contains it."""
+    """Return True if the graph calls the module at `path` or one that contains it."""
     parts = path.split(".")
     prefixes = [".".join(parts[: k + 1]) for k in range(len(parts))]
     if any(_has(module, "call_module", prefix) for prefix in prefixes):
@@ -72,7 +72,7 @@ def _has(module: fx.GraphModule, op: str, target: str) -> bool:
 
 
 def check_own_tensor(sch: Node, name: str) -> None:
-    """Refuse the name of a tensor further down, and say where it belongs."""
+    """Raise for the name of a submodule's tensor, and name the module to use."""
     path, _, leaf = name.rpartition(".")
     if path and path in sch:
         full = f"{sch.path}.{path}" if sch.path else path
@@ -85,7 +85,7 @@ def check_own_tensor(sch: Node, name: str) -> None:
 def check_module(
     value: object, what: str, remedy: str = "pass an object of a class of modules"
 ) -> nn.Module:
-    """`value` if it is a module, else ``TypeError``."""
+    """Return `value` if it is a module, else raise ``TypeError``."""
     if isinstance(value, Node):
         remedy = "pass its module, .mod"
     if isinstance(value, type) and issubclass(value, nn.Module):
@@ -99,18 +99,17 @@ def check_module(
 
 
 # --- low-rank adapters ---------------------------------------------------------------------------
-# PEFT puts two matrices around a layer: ``y = W x`` becomes ``W x + s B A x`` (Hu et al., "LoRA:
-# Low-Rank Adaptation of Large Language Models", 2021). Where ranks hold rows of ``W``, they hold
-# those of ``B``, and each computes a part of the gradient of ``A``. Where they hold columns of
-# ``W``, they hold those of ``A``, whose small output is reduced as that of ``W``; then all of ``B``
-# acts on the sum.
+# PEFT adds two matrices to a layer: ``y = W x`` becomes ``W x + s B A x`` (Hu et al., "LoRA:
+# Low-Rank Adaptation of Large Language Models", 2021). If ``W`` is sharded by rows, so is ``B``,
+# and each rank computes a part of the gradient of ``A``. If ``W`` is sharded by columns, so is
+# ``A``; its small output is reduced like that of ``W``, and the full ``B`` acts on the sum.
 def base_of(sch: Node) -> Node:
-    """The layer within adapters; the node itself if there are none."""
+    """The layer inside adapters, or the node itself without adapters."""
     return sch["base_layer"] if is_adapted(innermost(sch.mod)) else sch
 
 
 def adapters_of(sch: Node) -> list[tuple[Node, Node]]:
-    """The first and the second matrix of each adapter of a layer; none if it is not adapted."""
+    """Pairs of first and second matrix, one for each adapter of a layer."""
     module = innermost(sch.mod)
     if not is_adapted(module):
         return []
@@ -125,13 +124,13 @@ def adapters_of(sch: Node) -> list[tuple[Node, Node]]:
 
 
 def reduces_within(sch: Node) -> bool:
-    """Return whether the layer within adapters makes a partial sum, as the adapters do then."""
+    """Return True if the layer inside adapters outputs a partial sum; the adapters then do too."""
     output = layout_of(innermost(base_of(sch).mod)).output
     return base_of(sch) is not sch and output is not None and output.kind == "partial"
 
 
 def is_split_without_adapters(module: nn.Module) -> bool:
-    """Return whether adapters were put around a layer that was split before."""
+    """Return True if adapters were added to a layer after it was sharded."""
     if not is_adapted(module):
         return False
     matrices = [*module.lora_A.modules(), *module.lora_B.modules()]  # type: ignore[union-attr]
@@ -140,5 +139,5 @@ def is_split_without_adapters(module: nn.Module) -> bool:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Return whether a module is a layer with low-rank adapters around it."""
+    """Return True for a layer with low-rank adapters around it."""
     return all(name in module._modules for name in ("base_layer", "lora_A", "lora_B"))

@@ -1,7 +1,7 @@
 """Sharded tensors and the collectives between them.
 
-The functions below are what ``Schedule.sync`` calls by name; use them in hook functions of your
-own. They are differentiable and leave their inputs alone.
+``Schedule.sync`` calls these functions by name; your own hook functions can use them too. They are
+differentiable and do not change their inputs.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,6 @@
-"""Sharded modules that compute, or train, something else than the whole one does, refused.
+"""Checks for sharded modules whose outputs or gradients differ from those of the full module.
 
-What one call of a primitive can see by itself it refuses by itself; here is what shows once all of
-them were made.
+Primitives check what a single call shows. These checks run once all primitives are applied.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from slapo.wrapper import innermost
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuse what is wrong with the modules of a model that is split over several ranks."""
+    """Raise for the first invalid module of a sharded model."""
     for path, outer in model.named_modules():
         module = innermost(outer)
         state = sharding_of(module)
@@ -32,7 +31,7 @@ def check_modules(model: nn.Module) -> None:
 
 
 def _check_bias(path: str, module: nn.Module, state: Sharding) -> None:
-    """Weight and bias of an output that is split are split together."""
+    """Raise unless the weight and the bias of a sharded output are sharded together."""
     specs, output = state.specs, state.layout.output
     if "bias" in specs and "weight" in module._parameters and "weight" not in specs:
         raise SlapoError(
@@ -48,7 +47,7 @@ def _check_bias(path: str, module: nn.Module, state: Sharding) -> None:
 
 
 def _check_unknown(path: str, module: nn.Module, state: Sharding) -> None:
-    """A class of which nothing is known may add what it holds whole once per rank."""
+    """Raise if an unknown class could add a replicated parameter once per rank."""
     own = {name: p for name, p in module._parameters.items() if p is not None}
     wholes = [n for n, p in own.items() if not (is_tensor_parallel(p) or has_partial_grad(p))]
     known = state.layout != Layout() or is_deferring(module)
@@ -64,7 +63,7 @@ def _check_unknown(path: str, module: nn.Module, state: Sharding) -> None:
 
 
 def _check_sums(path: str, module: nn.Module, state: Sharding) -> None:
-    """Refuse a sum of an output that each rank computes whole, or of its gradient."""
+    """Raise for a sum of a replicated output or of its gradient."""
     params = list(module.parameters())
     if not params or any(map(is_tensor_parallel, params)):
         return
@@ -84,7 +83,7 @@ def _check_sums(path: str, module: nn.Module, state: Sharding) -> None:
 
 
 def _check_gathered_input(path: str, module: nn.Module, state: Sharding) -> None:
-    """A layer by columns sends back parts; a gather in front of it that only slices loses them."""
+    """Raise for a column-sharded layer whose input gather only slices the partial gradient."""
     output = state.layout.output
     if output is None or output.kind != "shard" or state.layout.input is None:
         return
@@ -105,7 +104,7 @@ def _check_gathered_input(path: str, module: nn.Module, state: Sharding) -> None
 
 
 def _check_vocabulary(path: str, outer: nn.Module, state: Sharding) -> None:
-    """Refuse a sharded table without its mask: each rank looks up its own tokens only."""
+    """Raise for a sharded embedding without a mask: each rank can only look up its own rows."""
     by_hand = outer._forward_pre_hooks and outer._forward_hooks
     if state.layout.vocabulary and not (is_masked(innermost(outer)) or by_hand):
         raise SlapoError(

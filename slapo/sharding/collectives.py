@@ -1,12 +1,12 @@
-"""Collectives that autograd can differentiate, each beside its conjugate.
+"""Differentiable collectives, each beside its conjugate.
 
-The gradient of a collective is another collective, so they come in pairs and every backward calls
-the front of its partner: gradients of gradients work too. All of them
+The gradient of a collective is another collective. They come in pairs, and every backward calls its
+partner's public function, so higher-order gradients work too. All of them
 
-- return a new tensor and leave their input alone,
-- take ``group=None`` for the default group, or for a world of one where ``torch.distributed`` is
-  not initialized; in a group of one they return their input,
-- check sizes before they communicate, so that a mistake is an error and not a hang,
+- return a new tensor and do not change their input,
+- take ``group=None`` for the default group, or for a world of one if ``torch.distributed`` is not
+  initialized; in a group of one they return their input,
+- check sizes before they communicate, so that a mistake raises instead of hanging,
 - are captured by ``torch.compile(fullgraph=True)``.
 """
 
@@ -43,11 +43,11 @@ from slapo.sharding.steps import (
     carry_out,
 )
 
-# The fronts, with what their callers need of the groups.
+# The public functions, and the group helpers that their callers need.
 __all__ = ["all_gather", "all_to_all", "copy_to_group", "group_rank", "group_size"]
 __all__ += ["parse_reshard", "reduce_from_group", "reduce_scatter", "reshard", "scatter"]
 
-# Newer releases of torch deprecate the second names for the first.
+# Newer releases of torch deprecate the second names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -61,14 +61,14 @@ def reduce_from_group(tensor: Tensor, group: dist.ProcessGroup | None = None) ->
     Parameters
     ----------
     tensor : Tensor
-        This rank's summand, of one shape on all ranks.
+        This rank's summand, with the same shape on all ranks.
     group : ProcessGroup, optional
-        The ranks to sum over.
+        Ranks to sum over.
 
     Returns
     -------
     Tensor
-        The sum, the same on all ranks.
+        The sum, replicated on all ranks.
 
     Examples
     --------
@@ -81,7 +81,7 @@ def reduce_from_group(tensor: Tensor, group: dist.ProcessGroup | None = None) ->
 
 
 def sum_shared(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """`reduce_from_group` of the gradient of a slice, over the ranks that hold that slice."""
+    """Sum the gradient of a slice over the ranks that hold that slice."""
     if group_size(group) == 1:
         return tensor
     return _apply(_ReduceFromGroup, tensor, group, SUM_SHARED)
@@ -90,21 +90,21 @@ def sum_shared(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor
 def copy_to_group(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Pass the tensor unchanged; sum its gradient over the group.
 
-    Starts a tensor-parallel region: each rank's slice of the weights gives one summand of the
-    input's gradient. The conjugate of :func:`reduce_from_group`.
+    Starts a tensor-parallel region: each rank's weight slice contributes one summand of the input's
+    gradient. The conjugate of :func:`reduce_from_group`.
 
     Parameters
     ----------
     tensor : Tensor
-        The same on all ranks.
+        A replicated tensor.
     group : ProcessGroup, optional
-        The ranks that the gradient is summed over.
+        Ranks to sum the gradient over.
 
     Returns
     -------
     Tensor
-        A copy of the input, which what follows may change in place; the input itself where no
-        gradient is recorded.
+        A copy of the input, which may be changed in place; the input itself if no gradient is
+        recorded.
 
     Examples
     --------
@@ -128,28 +128,28 @@ def all_gather(
     Parameters
     ----------
     tensor : Tensor
-        This rank's slice, of one shape on all ranks unless ``total`` says otherwise.
+        This rank's slice, with the same shape on all ranks unless ``total`` is given.
     group : ProcessGroup or None
-        The ranks to gather from.
+        Ranks to gather from.
     axis : int
-        The dimension to concatenate; negative values count from the end.
+        Dimension to concatenate; negative values count from the end.
     tensor_parallel_output_grad : bool
-        Whether what follows is computed in a tensor-parallel way, so that each rank's gradient of
-        the result is a summand: the backward is :func:`reduce_scatter`. With False every rank
-        already has the full gradient, and the backward only takes its slice (:func:`scatter`).
+        True if the following computation is tensor-parallel, so that each rank's gradient of the
+        result is a summand and the backward is :func:`reduce_scatter`. With False every rank
+        already has the full gradient, and the backward takes its slice (:func:`scatter`).
     total : int, optional
-        Size of the whole along ``axis`` where the ranks' slices are uneven: those that
-        ``torch.chunk`` cuts.
+        Full size along ``axis`` if the slices are uneven, as from ``torch.chunk``.
 
     Returns
     -------
     Tensor
-        The input's shape with ``axis`` as many times longer as there are ranks, or of ``total``.
+        The gathered tensor; its size along ``axis`` is ``total``, or the input's times the number
+        of ranks.
 
     Raises
     ------
     ValueError
-        If the tensor has no such axis, or is no such slice of ``total``.
+        If the tensor has no such axis, or its size does not match this rank's slice of ``total``.
 
     Examples
     --------
@@ -184,13 +184,13 @@ def reduce_scatter(
     Parameters
     ----------
     tensor : Tensor
-        This rank's summand, of one shape on all ranks.
+        This rank's summand, with the same shape on all ranks.
     group : ProcessGroup or None
-        The ranks to sum over.
+        Ranks to sum over.
     axis : int
-        The dimension to slice; the number of ranks must divide its size.
+        Dimension to slice; the number of ranks must divide its size.
     uneven : bool
-        Whether it need not: the slices are those that ``torch.chunk`` cuts then.
+        Allow any size; slices are then cut as by ``torch.chunk``.
 
     Returns
     -------
@@ -216,20 +216,20 @@ def reduce_scatter(
 def scatter(
     tensor: Tensor, group: dist.ProcessGroup | None, axis: int, uneven: bool = False
 ) -> Tensor:
-    """Keep this rank's slice along ``axis`` of a tensor that all ranks hold.
+    """Keep this rank's slice of a replicated tensor along ``axis``.
 
-    The backward is :func:`all_gather`: every rank gets the whole gradient.
+    The backward is :func:`all_gather`: every rank gets the full gradient.
 
     Parameters
     ----------
     tensor : Tensor
-        The same on all ranks.
+        A replicated tensor.
     group : ProcessGroup or None
-        The ranks that shard the tensor.
+        Ranks that shard the tensor.
     axis : int
-        The dimension to slice; the number of ranks must divide its size.
+        Dimension to slice; the number of ranks must divide its size.
     uneven : bool
-        Whether it need not: the slices are those that ``torch.chunk`` cuts then.
+        Allow any size; slices are then cut as by ``torch.chunk``.
 
     Returns
     -------
@@ -255,21 +255,21 @@ def scatter(
 def all_to_all(
     tensor: Tensor, group: dist.ProcessGroup | None, split_axis: int, concat_axis: int
 ) -> Tensor:
-    """Exchange slices, so that another axis becomes the distributed one.
+    """Exchange slices, so that another axis becomes the sharded one.
 
-    Rank ``i`` sends its ``j``-th slice along ``split_axis`` to rank ``j``, and joins what it
-    receives along ``concat_axis``. The backward exchanges the two axes.
+    Rank ``i`` sends its ``j``-th slice along ``split_axis`` to rank ``j``, and concatenates the
+    received slices along ``concat_axis``. The backward swaps the two axes.
 
     Parameters
     ----------
     tensor : Tensor
-        This rank's slice, of one shape on all ranks.
+        This rank's slice, with the same shape on all ranks.
     group : ProcessGroup or None
-        The ranks that exchange.
+        Ranks that exchange slices.
     split_axis : int
-        The dimension to slice; the number of ranks must divide its size.
+        Dimension to slice; the number of ranks must divide its size.
     concat_axis : int
-        The dimension along which the received slices are joined.
+        Dimension to concatenate the received slices along.
 
     Returns
     -------
@@ -296,7 +296,7 @@ def all_to_all(
 
 
 def reshard(tensor: Tensor, spec: str, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Change which of the last two dimensions is distributed over the group.
+    """Change which of the last two dimensions is sharded over the group.
 
     ============================  ======================================  ===================
     before -> after               forward                                 backward
@@ -309,11 +309,11 @@ def reshard(tensor: Tensor, spec: str, group: dist.ProcessGroup | None = None) -
     Parameters
     ----------
     tensor : Tensor
-        This rank's part, with two dimensions or more.
+        This rank's part, with two or more dimensions.
     spec : str
-        The layouts before and after, see :func:`parse_reshard`.
+        Layouts before and after, see :func:`parse_reshard`.
     group : ProcessGroup, optional
-        The ranks that the tensor is distributed over.
+        Ranks that share the tensor.
 
     Returns
     -------
@@ -323,8 +323,8 @@ def reshard(tensor: Tensor, spec: str, group: dist.ProcessGroup | None = None) -
     Raises
     ------
     ValueError
-        If ``spec`` is none of the possible ones, the tensor has less than two dimensions, or the
-        number of ranks does not divide the size of the dimension that is split.
+        If ``spec`` is invalid, the tensor has fewer than two dimensions, or the number of ranks
+        does not divide the size of the dimension to slice.
 
     Examples
     --------
@@ -340,21 +340,21 @@ def reshard(tensor: Tensor, spec: str, group: dist.ProcessGroup | None = None) -
     if source == "RR":
         return scatter(tensor, group, sharded_axis(target))
     if target == "RR":
-        # In the layout RR all ranks compute the same, so the gradient is not a partial sum.
+        # All ranks compute the same in layout RR, so the gradient is not a partial sum.
         axis = sharded_axis(source)
         return all_gather(tensor, group, axis, tensor_parallel_output_grad=False)
     return all_to_all(tensor, group, sharded_axis(target), sharded_axis(source))
 
 
 def _apply(function: type[torch.autograd.Function], tensor: Tensor, *args: Any) -> Tensor:
-    """Call ``function.apply``, which torch leaves without types."""
+    """Call ``function.apply``, which torch leaves untyped."""
     return cast(Tensor, function.apply(tensor, *args))
 
 
 def _held(group: dist.ProcessGroup | None) -> Any:
-    """As a graph keeps the group: one that is alive at the end of a job must not keep it alive.
+    """A reference to the group for an autograd graph, which must not keep the group alive.
 
-    While torch.compile captures, there is no graph, and a handle could not be made.
+    Under torch.compile there is no graph, and a handle could not be created.
     """
     return group if torch.compiler.is_compiling() else handle_of(group)
 
@@ -363,16 +363,16 @@ def _group(held: Any) -> dist.ProcessGroup | None:
     return held.group if isinstance(held, GroupHandle) else held
 
 
-# --- what they do -------------------------------------------------------------------------------
+# --- forward implementations --------------------------------------------------------------------
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    # Contiguous, because gloo refuses other strides.
+    # gloo rejects non-contiguous tensors.
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
 
 def _copy(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    # Of a view autograd would refuse changes in place, such as those of an activation.
+    # Autograd would refuse in-place changes of a view, such as those of an activation.
     return tensor.clone()
 
 
@@ -380,7 +380,7 @@ def _all_gather(
     tensor: Tensor, group: dist.ProcessGroup | None, axis: int, total: int | None = None
 ) -> Tensor:
     ranks = group_size(group)
-    if total is not None:  # all but the last have the longest share
+    if total is not None:  # all but the last have the longest slice
         longest = share_of(total, 0, ranks)[1]
         whole = _all_gather(lengthened(tensor, axis, longest), group, axis)
         return whole.narrow(axis, 0, total).contiguous()
@@ -402,9 +402,9 @@ def _reduce_scatter(tensor: Tensor, group: dist.ProcessGroup | None, axis: int) 
 
 
 def own_slice(tensor: Tensor, group: dist.ProcessGroup | None, axis: int) -> Tensor:
-    """This rank's slice of what all ranks hold, without a gradient of its own."""
+    """This rank's slice of a replicated tensor, without a gradient of its own."""
     own = tensor.narrow(axis, *share_of(tensor.shape[axis], group_rank(group), group_size(group)))
-    # A copy: a view would keep the whole tensor alive, and in-place changes would reach it.
+    # A copy: a view would keep the full tensor alive and pass in-place changes on to it.
     return own.clone(memory_format=torch.contiguous_format)
 
 
@@ -418,7 +418,7 @@ def _exchange(
     return move_blocks(received, ranks, 0, concat_axis)
 
 
-# --- how autograd goes through them -------------------------------------------------------------
+# --- autograd functions -------------------------------------------------------------------------
 class _ReduceFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None, step: Step) -> Tensor:

@@ -14,23 +14,23 @@ from torch.nn import functional
 from slapo.errors import SlapoError
 
 if dist.is_available():
-    # Its functions have the world's group as a default, which they keep for good if there is one
-    # when they are imported, as dynamo and dispatch modes do: a group that outlives
-    # destroy_process_group is what aborts a process at its end.
+    # Import this before a world group exists. Its functions take the world group of import time as
+    # a default argument and keep it for good; dynamo and dispatch modes import it later. A group
+    # that outlives destroy_process_group aborts the process at exit.
     import torch.distributed.nn.functional
 
 _LAYOUTS = ("RR", "RS", "SR")
 
-#: Ranks -> the group that was used for them last in this process, while it is there.
+#: Ranks -> the group last used for them in this process, while it exists.
 _groups: weakref.WeakValueDictionary[tuple[int, ...], dist.ProcessGroup]
 _groups = weakref.WeakValueDictionary()
 
 
 class GroupHandle:
-    """A process group as modules hold it: copies share the group, and pickles find it again.
+    """A reference to a process group for modules: copies share the group, pickles find it again.
 
-    It does not keep the group: one that outlives ``dist.destroy_process_group`` ends with the
-    interpreter, where threads of gloo that still run abort the process.
+    It does not keep the group alive. A group that outlives ``dist.destroy_process_group`` is
+    destroyed with the interpreter, and gloo threads that still run then abort the process.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -41,7 +41,7 @@ class GroupHandle:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The group; of an unpickled handle, one of the same ranks that this process has made."""
+        """The group; for an unpickled handle, a group of the same ranks in this process."""
         if self.ranks is None:
             return None
         found = None if self._ref is None else self._ref()
@@ -64,7 +64,7 @@ class GroupHandle:
 
 
 def handle_of(group: dist.ProcessGroup | None) -> GroupHandle:
-    """A handle of `group`, that which was made last if it fits."""
+    """Return a handle of `group`, reusing the last one if it matches."""
     global _last
     if _last is None or group is None or _last._ref is None or _last._ref() is not group:
         _last = GroupHandle(group)
@@ -102,7 +102,7 @@ _alone = False
 
 @contextmanager
 def as_if_alone() -> Iterator[None]:
-    """Within the block every group counts as one of a single rank: nothing is communicated."""
+    """Treat every group as a group of one within the block: nothing is communicated."""
     global _alone
     before, _alone = _alone, True
     try:
@@ -112,7 +112,7 @@ def as_if_alone() -> Iterator[None]:
 
 
 def common_ranks(handle: GroupHandle, ranks: Collection[int]) -> list[int]:
-    """Ranks that are in both, where there are several."""
+    """Ranks in both, or an empty list if there is only one."""
     both = sorted({*ranks} & {*(handle.ranks or ())})
     return both if len(both) > 1 else []
 
@@ -131,12 +131,12 @@ def group_size(group: dist.ProcessGroup | None = None) -> int:
 
 
 def group_rank(group: dist.ProcessGroup | None = None) -> int:
-    """Return this process' rank inside ``group``."""
+    """Return this process's rank in ``group``."""
     return dist.get_rank(group) if _initialized() and not _alone else 0
 
 
 def share_of(size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Where a rank's share of `size` begins, and how long it is, as ``torch.chunk`` cuts it."""
+    """Start and length of a rank's slice of `size`, cut as by ``torch.chunk``."""
     longest = -(-size // ranks)
     start = min(rank * longest, size)
     return start, min(longest, size - start)
@@ -158,7 +158,7 @@ def check_axis(what: str, tensor: Tensor, axis: int) -> int:
 def check_divisible(
     what: str, tensor: Tensor, axis: int, group: dist.ProcessGroup | None, uneven: bool = False
 ) -> int:
-    """Return ``axis`` counted from the front; its size must split evenly unless said otherwise."""
+    """Return ``axis`` counted from the front; unless `uneven`, the ranks must divide its size."""
     axis = check_axis(what, tensor, axis)
     ranks = group_size(group)
     if tensor.shape[axis] % ranks and not uneven:
@@ -171,10 +171,10 @@ def check_divisible(
 
 
 def move_blocks(tensor: Tensor, count: int, source: int, target: int) -> Tensor:
-    """Cut ``tensor`` in ``count`` blocks along ``source`` and join them along ``target``.
+    """Cut ``tensor`` into ``count`` blocks along ``source`` and concatenate them along ``target``.
 
-    The tensor collectives know dimension 0 only; this takes the blocks there and back. The result
-    is contiguous, and a copy unless the two axes are the same.
+    Tensor collectives work on dimension 0 only; this moves blocks there and back. The result is
+    contiguous, and a copy unless the two axes are the same.
     """
     if source == target:
         return tensor.contiguous()
@@ -182,19 +182,16 @@ def move_blocks(tensor: Tensor, count: int, source: int, target: int) -> Tensor:
 
 
 def lengthened(tensor: Tensor, axis: int, size: int) -> Tensor:
-    """Return ``tensor`` with zeros behind it, so that it has ``size`` along ``axis``.
-
-    Collectives want one shape on all ranks.
-    """
+    """Pad ``tensor`` with zeros to ``size`` along ``axis``; collectives need equal shapes."""
     missing = size - tensor.shape[axis]
     behind = [0, 0] * (tensor.dim() - 1 - axis)
     return functional.pad(tensor, [*behind, 0, missing]) if missing else tensor
 
 
 def neighbors(group: dist.ProcessGroup, count: int) -> dist.ProcessGroup:
-    """This rank's group among those of ``count`` ranks of ``group``, one behind the other.
+    """This rank's group among those of ``count`` consecutive ranks of ``group``.
 
-    Made by the ranks of each by themselves, and once.
+    Each group is created once, and only by its own ranks.
     """
     ranks = dist.get_process_group_ranks(group)
     first = group_rank(group) // count * count
@@ -217,7 +214,7 @@ def group_of_one() -> dist.ProcessGroup:
 
 
 def parse_reshard(spec: str) -> tuple[str, str]:
-    """Split a resharding such as ``"RS->SR"`` in the layouts before and after."""
+    """Split a resharding such as ``"RS->SR"`` into the layouts before and after."""
     source, arrow, target = spec.partition("->")
     if not arrow or source == target or source not in _LAYOUTS or target not in _LAYOUTS:
         valid = ", ".join(f'"{a}->{b}"' for a in _LAYOUTS for b in _LAYOUTS if a != b)
@@ -226,7 +223,7 @@ def parse_reshard(spec: str) -> tuple[str, str]:
 
 
 def sharded_axis(layout: str) -> int:
-    """Return the axis, counted from the end, that carries the S."""
+    """Return the axis, counted from the end, at the S."""
     return layout.index("S") - 2
 
 

@@ -1,4 +1,4 @@
-"""Refuse what would take slices of a model for the whole of it."""
+"""Guards against code that takes the slices of a model for the full model."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ def _resize_token_embeddings(*args: Any, **kwargs: Any) -> None:
 
 
 def refuse_methods(model: nn.Module, sharded: nn.Module) -> None:
-    """Let methods of a Transformers model raise that would take slices for wholes."""
+    """Override methods of a Transformers model that would take slices for full tensors."""
     if hasattr(type(model), "save_pretrained"):
         model.__dict__["save_pretrained"] = _save_pretrained
     for name in ("get_input_embeddings", "get_output_embeddings"):
-        with contextlib.suppress(NotImplementedError):  # of models without tokens
+        with contextlib.suppress(NotImplementedError):  # raised by models without tokens
             if hasattr(model, name) and innermost(getattr(model, name)()) is sharded:
                 model.__dict__["resize_token_embeddings"] = _resize_token_embeddings
 
 
 @functools.cache
 def refuse_clipping() -> None:
-    """From now on ``torch.nn.utils.clip_grad_norm_`` raises where it is given slices.
+    """Make ``torch.nn.utils.clip_grad_norm_`` raise for slices, from now on.
 
-    It sees tensors alone, each rank those of its own slices: norms and so factors would differ from
-    rank to rank, and what is whole on all of them would drift apart.
+    It only sees the local slices. Norms and factors would differ between ranks, and replicated
+    parameters would diverge.
     """
     clip: Any = clip_grad._clip_grads_with_norm_
 
@@ -73,14 +73,14 @@ def refuse_clipping() -> None:
 
 
 class WrapperGuard:
-    """A pre-forward hook of a built model: what others do to it must not be lost on its slices.
+    """Pre-forward hook of a built model that protects its slices from wrappers.
 
-    FSDP must not take its ranks for replicas. Other parameters instead of its own, put there by
-    ``torch.__future__.set_overwrite_module_params_on_conversion`` or in
-    ``torch.func.functional_call``, get what its own carry: gradients are summed over the ranks.
+    FSDP must not treat the schedule's ranks as replicas. Parameters replaced by
+    ``torch.__future__.set_overwrite_module_params_on_conversion`` or ``torch.func.functional_call``
+    get the tags of the old ones, so that gradients are still summed over the ranks.
     """
 
-    #: Forwards in which it looks at all modules: FSDP may come after the first.
+    #: Number of forwards that check all modules: FSDP may come after the first.
     _LOOKS = 16
 
     def __init__(self, group: GroupHandle) -> None:
@@ -88,7 +88,7 @@ class WrapperGuard:
         self._tagged: list[nn.Module] = []
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Raise ``SlapoError`` if one does."""
+        """Raise ``SlapoError`` if FSDP splits parameters over the schedule's ranks."""
         if torch.compiler.is_compiling():
             return
         if self._looks < self._LOOKS:
@@ -99,7 +99,7 @@ class WrapperGuard:
                     _refuse_lost_sums(each)
                     for ranks in _ranks_of_fsdp(each):
                         self._refuse_shards(ranks)
-                return  # whose parameters are others, and are none of ours
+                return  # FSDP has parameters of its own
             self._tagged = [part for part in parts if (s := sharding_of(part)) and s.tags]
             for part in parts:
                 _renew(part)
@@ -119,8 +119,8 @@ class WrapperGuard:
 
 
 def guard_wrappers(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Put a `WrapperGuard` on a built model that is split over several ranks."""
-    remove_pre_hooks(model, lambda hook: isinstance(hook, WrapperGuard))  # of an earlier build
+    """Add a `WrapperGuard` to a built model that is sharded over several ranks."""
+    remove_pre_hooks(model, lambda hook: isinstance(hook, WrapperGuard))  # from an earlier build
     handle = GroupHandle(group)
     is_split = any(sharding_of(part) is not None for part in map(innermost, model.modules()))
     if is_split and handle.ranks is not None and len(handle.ranks) > 1:
@@ -128,14 +128,14 @@ def guard_wrappers(model: nn.Module, group: dist.ProcessGroup | None) -> None:
 
 
 def _renew(part: nn.Module) -> None:
-    """Other parameters of a module carry what the first ones did."""
+    """Attach tags and hooks to parameters that replaced the original ones."""
     state = sharding_of(part)
     if state is not None and not state.is_attached_to(part):
         state.attach(part)
 
 
 def _callers() -> Iterator[Any]:
-    """Objects whose methods are running, the innermost first."""
+    """Objects whose methods are running, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame.f_locals.get("self")
@@ -143,8 +143,8 @@ def _callers() -> Iterator[Any]:
 
 
 def _ranks_of_fsdp(module: Any) -> list[list[int]]:
-    """The ranks that FSDP, of either version, splits the parameters of a module over."""
-    # Two seconds, which only who has it already should take.
+    """Ranks over which FSDP, version 1 or 2, shards the parameters of a module."""
+    # Late: the import takes two seconds, unless FSDP is in use already.
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     if isinstance(module, FullyShardedDataParallel):
@@ -156,7 +156,7 @@ def _ranks_of_fsdp(module: Any) -> list[list[int]]:
 
 
 def _parameter_groups(module: Any) -> list[Any]:
-    """FSDP2's groups of parameters; older releases of torch have one at most."""
+    """FSDP2's parameter groups; older releases of torch have at most one."""
     state = module._get_fsdp_state()
     one = getattr(state, "_fsdp_param_group", None)
     groups: list[Any] = getattr(state, "_fsdp_param_groups", [] if one is None else [one])
@@ -164,7 +164,7 @@ def _parameter_groups(module: Any) -> list[Any]:
 
 
 def _refuse_lost_sums(module: Any) -> None:
-    """FSDP makes new parameters, without the hooks that sum gradients over our ranks."""
+    """Raise if FSDP's new parameters lack the hooks that sum gradients."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     places: list[tuple[nn.Module, str]] = []

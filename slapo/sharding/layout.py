@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 
 def written(kind: str, dim: int | None, **details: object) -> str:
-    """A placement as PyTorch writes it, with what is particular about a shard."""
+    """A placement in PyTorch's notation, with the details of a shard."""
     given = [str(dim), *(f"{name}={value}" for name, value in details.items() if value)]
     return {
         "replicate": "Replicate()",
@@ -18,17 +18,17 @@ def written(kind: str, dim: int | None, **details: object) -> str:
 
 @dataclass(frozen=True)
 class Placement:
-    """How an activation is laid out over the ranks, as far as a schedule tells."""
+    """Layout of an activation over the ranks, as far as the schedule determines it."""
 
     #: ``"replicate"``, ``"shard"`` or ``"partial"`` (ranks hold summands)
     kind: str
     #: the sharded axis, counted from the end (-1 is the last)
     axis: int | None = None
-    #: the number of blocks along that axis that are sharded one by one, as in a packed QKV
+    #: number of blocks along that axis that are sharded separately, as in a packed QKV
     blocks: int = 1
-    #: the whole's size along that axis where shards are uneven
+    #: full size along that axis if shards are uneven
     total: int | None = None
-    #: the number of ranks that hold each shard
+    #: number of ranks that hold each shard
     copies: int = 1
 
     def __str__(self) -> str:
@@ -41,15 +41,15 @@ PARTIAL = Placement("partial")
 
 
 def shard(axis: int) -> Placement:
-    """Sharded along `axis`, counted from the end."""
+    """Placement sharded along `axis`, counted from the end."""
     return Placement("shard", axis)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Placements of a module's first input and first output; None where nothing is known.
+    """Placements of a module's first input and first output; None if unknown.
 
-    `vocabulary` marks a table of which each rank holds some rows: indices must be masked.
+    `vocabulary` marks an embedding sharded by rows, whose indices must be masked.
     """
 
     input: Placement | None = None
@@ -59,24 +59,24 @@ class Layout:
 
 @dataclass(frozen=True)
 class KnownSync:
-    """A sync that stands on a module, as far as layouts are concerned."""
+    """The effect of a module's sync on layouts."""
 
-    #: as in ``Schedule.sync``; `op` is empty for a function of the user's
+    #: as in ``Schedule.sync``; `op` is empty for a user's function
     mode: str
     op: str
     axis: int | None = None
-    #: the placement after it (for ``fwd_post``), None when it is not known
+    #: the placement after it (for ``fwd_post``), None if unknown
     output: Placement | None = None
     #: true if its backward sums the gradient over the ranks
     completes_gradient: bool = False
-    #: names of the inputs that it is for; None for those that the mode is about
+    #: names of its inputs; None for the mode's default
     argument: tuple[str, ...] | None = None
 
     def after(self, layout: Layout) -> Layout:
-        """The layout around this sync, given the one within it."""
+        """Return the layout outside this sync, given the layout inside."""
         if self.mode == "fwd_post":
             return replace(layout, output=self.output)
-        if self.mode == "fwd_pre" and not self.op:  # it may change what the module sees
+        if self.mode == "fwd_pre" and not self.op:  # it may change the module's input
             return replace(layout, input=None)
         if self.mode == "fwd_pre" and self.completes_gradient and layout.input is not None:
             return replace(layout, input=Placement("shard", self.axis))
@@ -84,7 +84,7 @@ class KnownSync:
 
 
 def around(layout: Layout, syncs: Iterable[KnownSync]) -> Layout:
-    """The layout of a module together with its syncs, given that of the bare module."""
+    """Return the layout of a module with its syncs, given that of the bare module."""
     for sync in syncs:
         layout = sync.after(layout)
     return layout

@@ -1,4 +1,4 @@
-"""Numbers of a sharded module that count the whole, such as its heads."""
+"""Global sizes stored in a sharded module, such as its number of heads."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import nn
 from slapo.history import Record, contains
 from slapo.wrapper import innermost
 
-#: What models call the numbers of their heads.
+#: Names that models use for their number of heads.
 _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads")
-#: Numbers that are the same for one head as for all of them.
+#: Sizes that do not depend on the number of heads.
 _OF_ONE_HEAD = re.compile(r"head_(dim|size)|(groups|buckets|distance|idx|index)$")
 
 
 def sizes_kept(module: nn.Module, path: str, records: Sequence[Record], world_size: int) -> str:
-    """Numbers of a module that holds shards: they are not sharded with its weights."""
+    """Describe the sizes of a module with shards below it; sharding does not adjust them."""
     below = [record for record in records if contains(path, record.path)]
     if not any(record.primitive == "shard" and record.path != path for record in below):
         return ""

@@ -1,4 +1,4 @@
-"""Layers whose input features are sharded: a partial sum, whose bias is added once."""
+"""Layers with sharded input features: a partial sum, whose bias is added once."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Reducer = Callable[[Any, tuple[Any, ...], Tensor], Tensor]
 
 
 class _Share(torch.autograd.Function):
-    """1/n of a tensor in the forward pass, its whole gradient in the backward pass.
+    """1/n of a tensor in the forward pass, its full gradient in the backward pass.
 
-    When each of n ranks adds its share to a partial sum, the reduction adds the whole once, and
-    each rank's copy gets the gradient that the single one would.
+    If each of n ranks adds its share to a partial sum, the reduction adds the full tensor once, and
+    each rank's copy gets the gradient of the unsharded one.
     """
 
     @staticmethod
@@ -41,7 +41,7 @@ class _Share(torch.autograd.Function):
 
 
 class _OwnPart(torch.autograd.Function):
-    """This rank's slice of a vector; the gradient is that slice among zeros, a summand."""
+    """This rank's slice of a vector; the gradient is zero-padded to a summand."""
 
     @staticmethod
     def forward(ctx: Any, vector: Tensor, handle: GroupHandle) -> Tensor:
@@ -59,7 +59,7 @@ class _OwnPart(torch.autograd.Function):
 
 
 class PartialSumMixin:
-    """product -> reduction -> bias; while no reduction is known here, a share of the bias."""
+    """Adds the bias after the reduction, or a share of it on each rank if none is known."""
 
     traceable = False
     _original: type[nn.Module]
@@ -70,7 +70,7 @@ class PartialSumMixin:
     bias: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        """The product, reduced where a reduction is known, and the bias once."""
+        """Compute the product, reduce it if a reduction is known, and add the bias once."""
         output = type(self)._product(self, input)
         bias, state = self.bias, self._slapo_sharding
         if not state.reducers:
@@ -84,7 +84,7 @@ class PartialSumMixin:
         return type(self)._finish(self, output)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """The class is made where it is needed, so pickles have that of the original."""
+        """Pickle the original class, since this one is created at run time."""
         return _new, (self._original,), self.__dict__
 
 
@@ -129,8 +129,8 @@ def _leave(module: Any, output: Tensor) -> Tensor:
     return output
 
 
-#: forward that a class must have for us to know its product -> (product, dims behind channels, what
-#: it does to the sum of all ranks and the bias)
+#: class with a known forward -> (product, dims after the channels, function of the reduced sum and
+#: bias)
 _PRODUCTS: dict[str, tuple[Product, int, Product]] = {
     "torch.nn.modules.linear.Linear": (_linear, 0, _leave),
     "slapo.op.linear.LinearWithSeparateBias": (_linear, 0, _leave),
@@ -145,17 +145,17 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def has_bias(module: nn.Module) -> bool:
-    """True when `module` adds a bias of its own."""
+    """Return True if `module` adds a bias of its own."""
     return module._parameters.get("bias") is not None
 
 
 def is_deferring(module: nn.Module) -> bool:
-    """True when `module` adds its bias after the reduction."""
+    """Return True if `module` adds its bias after the reduction."""
     return isinstance(module, PartialSumMixin)
 
 
 def check_deferrable(module: nn.Module) -> None:
-    """Refuse a class whose forward we do not know."""
+    """Raise for a class with a bias whose forward is unknown."""
     if has_bias(module) and not is_deferring(module) and _known_product(type(module)) is None:
         raise ValueError(
             f"{type(module).__name__} adds a bias to what would be a partial sum, once per rank, "
@@ -165,14 +165,14 @@ def check_deferrable(module: nn.Module) -> None:
 
 
 def defer_bias(module: nn.Module) -> None:
-    """Make `module` add its bias once, whatever reduces its output; it stays the same object."""
+    """Make `module` add its bias once, after any reduction; it stays the same object."""
     if not has_bias(module) or is_deferring(module):
         return
     module.__class__ = _deferring_class(type(module))
 
 
 def defer_bias_as(old: nn.Module, new: nn.Module) -> None:
-    """Let `new` add its bias after the reductions of `old`, if its forward is known."""
+    """Make `new` add its bias after the reductions of `old`, if its forward is known."""
     before, after = sharding_of(old), sharding_of(new)
     if is_deferring(old) and has_bias(new) and _known_product(type(new)) is not None:
         assert before is not None, "it defers"
@@ -182,9 +182,9 @@ def defer_bias_as(old: nn.Module, new: nn.Module) -> None:
 
 
 def can_reduce(module: nn.Module) -> bool:
-    """True when a reduction can be put between the product and the bias of `module`.
+    """Return True if a reduction fits between the product and the bias of `module`.
 
-    Not after other forward hooks, which would then run in another order than they were added.
+    Other forward hooks exclude it, because they would no longer run in the order of registration.
     """
     state = sharding_of(module)
     reduces = state is not None and bool(state.reducers)
@@ -211,12 +211,12 @@ def add_reducer(
 
 @dataclass(frozen=True)
 class _BiasPart:
-    """Each rank's addend for its slice of the sum, along `axis`; its gradient is partial then."""
+    """This rank's bias for its slice of the sum along `axis`; its gradient is then partial."""
 
     axis: int
     channel_axis: int
     group: GroupHandle
-    #: true if these parts are summed here, not with the parameter's whole gradient
+    #: true if the gradients are summed here, not with the parameter's full gradient
     sums: bool
 
     def __call__(self, bias: Tensor, dims: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""How each class of module reacts when one of its tensors is sharded, as a table."""
+"""Effects of sharding a tensor, as a table by class of module."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ class Effect:
     sizes
         Attributes that hold the size of that axis.
     layout
-        What is known of the module's activations afterwards.
+        Known layout of the module's activations after sharding.
     divides
-        Further attributes that shrink by the group's size.
+        Further attributes that are divided by the world size.
     means_all
-        Whether a tensor of one element is applied to everything, so that a slice may not be one.
+        True if a tensor of one element applies to all channels, so that no slice may have one
+        element.
     """
 
     sizes: tuple[str, ...]
@@ -60,7 +61,7 @@ _LINEAR = _table(
         ("weight", 1): _row("in_features"),
     }
 )
-#: GPT-2's layer, a linear one with the weight transposed.
+#: GPT-2's layer: a linear layer with a transposed weight.
 _CONV1D_HF = _table(
     {("weight", 1): _column("nf"), ("bias", 0): _column("nf"), ("weight", 0): _row("nx")}
 )
@@ -75,7 +76,7 @@ _PRELU = _table({("weight", 0): Effect(("num_parameters",), Layout(), means_all=
 
 
 def _conv(dims: int, weight_axes: tuple[int, int]) -> Rule:
-    """`weight_axes`: where output and input channels are in the weight."""
+    """`weight_axes`: the axes of output and input channels in the weight."""
     channel = -1 - dims
     out_axis, in_axis = weight_axes
 
@@ -84,7 +85,7 @@ def _conv(dims: int, weight_axes: tuple[int, int]) -> Rule:
         if tensor == "bias" or (tensor == "weight" and axis == out_axis):
             if not grouped:
                 return _column("out_channels", channel)
-            if out_axis == 0:  # whole groups go to a rank, with their input channels
+            if out_axis == 0:  # each rank gets complete groups and their input channels
                 both = Layout(shard(channel), shard(channel))
                 return Effect(("out_channels",), both, ("in_channels", "groups"))
         if tensor == "weight" and axis == in_axis and not grouped:
@@ -166,17 +167,17 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.RMSNorm: _normalizes_over_axis,
 }
 
-#: Classes outside torch, known by where they are defined, so that nothing is imported for them.
+#: Classes outside torch by qualified name, so that nothing is imported for them.
 _FOREIGN: dict[str, Rule] = {"transformers.pytorch_utils.Conv1D": _CONV1D_HF}
 
 
 def register_shard_rule(cls: type[nn.Module], rule: Rule) -> None:
-    """Say how modules of a class of your own react to sharding.
+    """Register the effects of sharding for a class of your own.
 
     Parameters
     ----------
     cls
-        The class; subclasses follow unless they have a rule of their own.
+        The class; subclasses inherit the rule unless they have their own.
     rule
         ``rule(module, tensor_name, axis) -> Effect``; it may raise ``ValueError``.
     """
@@ -184,17 +185,17 @@ def register_shard_rule(cls: type[nn.Module], rule: Rule) -> None:
 
 
 def tensor_of_size(module: nn.Module, name: str) -> tuple[str, int] | None:
-    """The tensor, and its axis, whose size an attribute repeats; None for others."""
+    """The tensor and axis whose size an attribute repeats, or None."""
     for tensor, value in module._parameters.items():
         for axis in range(0 if value is None else value.dim()):
-            with suppress(ValueError):  # of what cannot be sharded along it
+            with suppress(ValueError):  # raised if this axis cannot be sharded
                 if name in effect_of(module, tensor, axis).sizes:
                     return tensor, axis
     return None
 
 
 def effect_of(module: nn.Module, tensor: str, axis: int) -> Effect:
-    """Consequences of sharding `tensor` of `module` along `axis`, by its nearest known class."""
+    """Effect of sharding `tensor` of `module` along `axis`, by the nearest known class."""
     for cls in type(module).__mro__:
         rule = _RULES.get(cls) or _FOREIGN.get(f"{cls.__module__}.{cls.__qualname__}")
         if rule is not None:

@@ -1,4 +1,4 @@
-"""Shard one tensor of a module: slice it, and let the module's sizes follow."""
+"""Shard one tensor of a module: slice it and adjust the module's sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slapo.sharding.vocab import check_maskable, mask_vocabulary
 
 
 def tensor_named(module: nn.Module, name: str) -> Tensor:
-    """The parameter or buffer called `name` of `module` itself."""
+    """Return the parameter or buffer called `name` of `module` itself."""
     for table in (module._parameters, module._buffers):
         tensor = table.get(name)
         if tensor is not None:
@@ -108,7 +108,7 @@ class ShardPlan:
             check_syncs(syncs_of(module), wanted)
 
     def _check_blocks(self) -> None:
-        """Tensors along one axis of the module, its weight and its bias, are split alike."""
+        """Raise unless tensors along the same axis (weight and bias) have the same blocks."""
         for name, other in shards_of(self.module).items():
             effect = effect_of(self.module, name, other.axis)
             shared = set(effect.sizes) & set(self.effect.sizes)
@@ -121,15 +121,15 @@ class ShardPlan:
 
     @property
     def defers_bias(self) -> bool:
-        """Return whether the output becomes a partial sum that the module adds a bias to."""
+        """Return True if the output becomes a partial sum and the module has a bias."""
         output = self.effect.layout.output
         return output is not None and output.kind == "partial" and has_bias(self.module)
 
     def carry_out(self) -> None:
-        """Slice the tensor and let the module follow."""
+        """Slice the tensor and adjust the module."""
         module, name, spec = self.module, self.name, self.spec
         state = make_sharding(module, self.group)
-        if spec.parts == 1 < spec.world_size:  # each rank uses all of it, for heads of its own
+        if spec.parts == 1 < spec.world_size:  # each rank uses the full tensor for its own heads
             state.tag(module, name, PARTIAL_GRAD[0], True)
             return
         slice_tensor(module, name, spec)
@@ -158,7 +158,7 @@ class ShardPlan:
 
 
 def _as_cut(effect: Effect, spec: ShardSpec) -> Effect:
-    """The effect of slices that no plain gather puts together: in blocks, uneven, held twice."""
+    """The effect with details of slices that a plain gather cannot join: blocks, uneven, copies."""
     output = effect.layout.output
     if output is None or output.kind != "shard":
         return effect
@@ -168,14 +168,13 @@ def _as_cut(effect: Effect, spec: ShardSpec) -> Effect:
 
 
 def slice_tensor(module: nn.Module, name: str, spec: ShardSpec) -> None:
-    """Keep this rank's slice of a tensor. A parameter stays the object that it is.
+    """Keep this rank's slice of a tensor; a parameter remains the same object.
 
-    So optimizers that were made before go on with it, tied modules have the slice too, and hooks
-    of the user's are where they were.
+    Existing optimizers, tied modules and the user's hooks thus stay valid.
     """
     tensor = tensor_named(module, name)
     if tuple(tensor.shape) == tuple(spec.local_shape) != tuple(spec.full_shape):
-        return  # with a tied module, which holds the same parameter
+        return  # a tied module holds the same parameter and sliced it already
     with torch.no_grad():
         local, grad = spec.slice(tensor.detach()), tensor.grad
         if not isinstance(tensor, nn.Parameter):
@@ -183,8 +182,8 @@ def slice_tensor(module: nn.Module, name: str, spec: ShardSpec) -> None:
             module._buffers[name] = local
             return
         tensor.grad = None
-        # By way of another dtype, which has autograd forget a node that remembers the old shape:
-        # one is there while an output from before is kept.
+        # The detour through another dtype makes autograd drop a node that stores the old shape.
+        # Such a node exists while an earlier output is alive.
         tensor.data = _empty(tensor.device, tensor.dtype == torch.float64)
         tensor.data = local
         if grad is not None:
@@ -217,7 +216,7 @@ def _check_table(module: nn.Module) -> None:
 
 
 def _localise_padding(module: nn.Module, spec: ShardSpec, full: dict[str, Any]) -> None:
-    """The padding row has another index on the rank that holds it, and none on the others."""
+    """Move the padding index to the rank that holds the row, and unset it on the others."""
     padding = getattr(module, "padding_idx", None)
     if padding is None:
         return

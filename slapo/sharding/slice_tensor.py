@@ -1,8 +1,8 @@
-"""Slices in state dicts, which ``torch.distributed.checkpoint`` writes where they belong.
+"""Slices in state dicts with the checkpoint protocol of ``torch.distributed.checkpoint``.
 
-It takes a plain tensor of one name for the same on all ranks, and would keep one rank's slice for
-all. Slices have its protocol instead: a checkpoint then holds whole tensors under the model's own
-names, and any layout, and the unscheduled model, reads its part of them.
+That package takes plain tensors of one name for replicas, and would store one rank's slice for all.
+With the protocol a checkpoint holds full tensors under the model's own names. Any layout, and the
+unscheduled model, can load its part of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from slapo.errors import SlapoError
 from slapo.sharding.slicing import ShardSpec, is_sharded
 
-#: Operations whose result is the same part of the whole; the last by the stager of ``async_save``.
+#: Operations whose result is the same part of the full tensor; the stager of ``async_save`` uses
+#: the last one.
 _COPIES = {
     *(Tensor.detach, Tensor.clone, Tensor.to, Tensor.cpu, Tensor.contiguous, Tensor.new_empty),
     *(torch.clone, torch.zeros_like, torch.empty_like, torch.detach),
@@ -29,25 +30,25 @@ _COPIES = {
 
 @dataclass(frozen=True)
 class Box:
-    """A part of the whole that is in one piece in what a rank holds, and where there."""
+    """A contiguous part of this rank's tensor, with its place in the full and the local tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     local: tuple[int, ...]
 
     def of_whole(self, tensor: Tensor) -> Tensor:
-        """The part, of the whole tensor."""
+        """Select the part from the full tensor."""
         return _narrowed(tensor, self.offsets, self.sizes)
 
     def of_local(self, tensor: Tensor) -> Tensor:
-        """The part, of what this rank holds."""
+        """Select the part from this rank's tensor."""
         return _narrowed(tensor, self.local, self.sizes)
 
 
 class SliceTensor(Tensor):
-    """This rank's part of a parameter, in a state dict; like any tensor in all else.
+    """This rank's part of a parameter in a state dict; otherwise an ordinary tensor.
 
-    Copies know their place in the whole; other results, and pickles, are plain tensors.
+    Copies keep their place in the full tensor; other results, and pickles, are plain tensors.
     """
 
     _boxes: Sequence[Box]
@@ -55,13 +56,13 @@ class SliceTensor(Tensor):
 
     @classmethod
     def of(cls, tensor: Tensor, boxes: Sequence[Box], whole: torch.Size) -> SliceTensor:
-        """The same data, which knows its place."""
+        """Wrap a tensor without copying, and store its place."""
         found = tensor.as_subclass(cls)
         found._boxes, found._whole = boxes, whole
         return found
 
     def plain(self) -> Tensor:
-        """The same data as any tensor."""
+        """The same data as a plain tensor."""
         return self.as_subclass(Tensor)
 
     @classmethod
@@ -80,7 +81,8 @@ class SliceTensor(Tensor):
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        # By copy.deepcopy, which keeps the plain one: the memo knows it by its number.
+        # Not plain().__deepcopy__: copy.deepcopy keeps the plain tensor alive, whose id is in the
+        # memo.
         return SliceTensor.of(copy.deepcopy(self.plain(), memo), self._boxes, self._whole)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -121,7 +123,7 @@ def _narrowed(tensor: Tensor, starts: tuple[int, ...], sizes: tuple[int, ...]) -
 
 
 def _is_loading(caller: Any) -> bool:
-    """Return whether the planner of a load asks for a size: it compares that of the whole."""
+    """Return True if the load planner calls: it compares the size of the full tensor."""
     return _named(caller, "torch.distributed.checkpoint.default_planner")
 
 
@@ -130,7 +132,7 @@ def _named(caller: Any, module: str) -> bool:
 
 
 def _refuse_whole(part: Any) -> None:
-    """Refuse to write a slice under the name of the whole, as ``save_pretrained`` of PEFT does."""
+    """Raise for a slice saved as the full tensor, as by PEFT's ``save_pretrained``."""
     raise SlapoError(
         f"a tensor of shape {tuple(part.shape)} is this rank's part of one of shape "
         f"{tuple(part._whole)}, and a file of safetensors would have it for the whole; call "
@@ -140,7 +142,7 @@ def _refuse_whole(part: Any) -> None:
 
 
 def place_in_state_dict(state_dict: dict[str, Any], name: str, spec: ShardSpec) -> None:
-    """Let an entry of a state dict know its place in the whole; FSDP2's share of a slice too."""
+    """Store the place of an entry of a state dict in the full tensor, also for an FSDP2 shard."""
     tensor = state_dict.get(name)
     if tensor is None or spec.world_size == 1 or isinstance(tensor, nn.Parameter):
         return
@@ -150,14 +152,14 @@ def place_in_state_dict(state_dict: dict[str, Any], name: str, spec: ShardSpec) 
 
 @functools.cache
 def _class_of_shares() -> Any:
-    from torch.distributed.tensor import DTensor  # a second, which who shards by FSDP2 has taken
+    from torch.distributed.tensor import DTensor  # takes a second, but FSDP2 users have it
 
     class SliceDTensor(DTensor):
-        """FSDP2's share of a slice."""
+        """FSDP2's shard of a slice."""
 
         @classmethod
         def of(cls, share: Any, boxes: Sequence[Box], whole: torch.Size) -> Any:
-            """The DTensor itself, which knows its place from here on."""
+            """Turn the DTensor into this class in place, and store its place."""
             local = share._local_tensor.as_subclass(Tensor)
             share.__class__, share._local_tensor = cls, SliceTensor.of(local, boxes, whole)
             return share
@@ -194,14 +196,14 @@ def _class_of_shares() -> Any:
 
 
 def unwrapped(param: nn.Parameter | None) -> nn.Parameter | None:
-    """A plain parameter of one that ``load_state_dict(assign=True)`` took from a state dict."""
+    """Unwrap a parameter that ``load_state_dict(assign=True)`` took from a state dict."""
     if not isinstance(param, SliceTensor):
         return param
     return nn.Parameter(param.plain().detach(), param.requires_grad)
 
 
 def boxes_of(tensor: Tensor, spec: ShardSpec | None) -> list[Box]:
-    """Where what this rank holds is in the whole; of FSDP2's share of a slice, too."""
+    """Places of this rank's parts in the full tensor, also for an FSDP2 shard of a slice."""
     boxes = [_whole(tensor.shape)] if spec is None else _boxes_of_slice(spec)
     if not is_sharded(tensor):
         return boxes
@@ -237,7 +239,7 @@ def _at(sizes: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
 
 
 def _cut(box: Box, start: Sequence[int], size: Sequence[int]) -> Box | None:
-    """The part of a box within FSDP2's share of the slice, with places in the share."""
+    """The part of a box inside FSDP2's shard of the slice, with positions in that shard."""
     low = [max(first, begin) for first, begin in zip(box.local, start, strict=True)]
     ends = [first + length for first, length in zip(box.local, box.sizes, strict=True)]
     high = [min(end, begin + n) for end, begin, n in zip(ends, start, size, strict=True)]

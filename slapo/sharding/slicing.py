@@ -1,4 +1,4 @@
-"""Slices of tensors: which part of a parameter or buffer a rank keeps."""
+"""Slices of tensors: the part of a parameter or buffer that a rank keeps."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class ShardSpec:
     full_shape
         Shape before sharding.
     blocks
-        Sizes of the blocks along `axis` that are split one by one, in the full tensor; one block
-        of the axis's whole size for a plain tensor, three equal ones for a packed QKV. Where the
-        number of ranks does not divide them, each is cut as ``torch.chunk`` does.
+        Sizes of the separately sharded blocks along `axis` in the full tensor: one block of the
+        full size for a plain tensor, three equal ones for a packed QKV. If the number of ranks does
+        not divide a block, it is cut as by ``torch.chunk``.
     rank, world_size
-        This rank's place in the group.
+        This rank's position in the group.
     copies
-        How many ranks, one behind the other, hold each part: more than one where there are fewer
-        parts than ranks, as of key and value heads.
+        Number of consecutive ranks that hold each part; above one if there are fewer parts than
+        ranks, as for key and value heads.
     """
 
     axis: int
@@ -42,7 +42,7 @@ class ShardSpec:
 
     @property
     def parts(self) -> int:
-        """How many parts there are."""
+        """Number of parts."""
         return self.world_size // self.copies
 
     @property
@@ -51,12 +51,12 @@ class ShardSpec:
         return self.rank % self.copies
 
     def share(self, size: int, rank: int | None = None) -> tuple[int, int]:
-        """Where this rank's part of a block of `size` begins, or another's, and how long it is."""
+        """Start and length of a rank's part of a block of `size`; the default is this rank."""
         rank = self.rank if rank is None else rank
         return share_of(size, rank // self.copies, self.parts)
 
     def slice(self, full: Tensor) -> Tensor:
-        """This rank's part of the full tensor, as a tensor of its own."""
+        """Return this rank's part of the full tensor, as a separate tensor."""
         parts = [
             block.narrow(self.axis, *self.share(size))
             for block, size in zip(
@@ -66,7 +66,7 @@ class ShardSpec:
         return parts[0].clone() if len(parts) == 1 else torch.cat(parts, self.axis)
 
     def gather(self, local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        """The full tensor from every rank's part; every rank of the group must call it."""
+        """Return the full tensor from all parts; every rank of the group must call it."""
         if self.world_size == 1:
             return local
         local = lengthened(local, self.axis, sum(self.local_blocks(0)))
@@ -79,17 +79,17 @@ class ShardSpec:
         return torch.cat([rank[k] for k in range(len(self.blocks)) for rank in split], self.axis)
 
     def local_blocks(self, rank: int | None = None) -> list[int]:
-        """Sizes of what this rank, or another, has of each block."""
+        """Sizes of a rank's part of each block; the default is this rank."""
         return [self.share(size, rank)[1] for size in self.blocks]
 
     @property
     def start(self) -> int:
-        """Where this rank's part of the first block begins."""
+        """Start of this rank's part of the first block."""
         return self.share(self.blocks[0])[0]
 
     @property
     def is_uneven(self) -> bool:
-        """Return whether ranks have parts of several sizes."""
+        """Return True if the ranks' parts differ in size."""
         return any(size % self.parts for size in self.blocks)
 
     @property
@@ -102,7 +102,7 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tensor is to be cut, as in ``Schedule.shard``."""
+    """Arguments of ``Schedule.shard`` that determine how a tensor is sliced."""
 
     axis: int
     blocks: int | Sequence[int] = 1
@@ -111,7 +111,7 @@ class Cut:
 
 
 def make_spec(shape: torch.Size, cut: Cut, rank: int, world_size: int) -> ShardSpec:
-    """The spec for a tensor of `shape`."""
+    """Return the spec for a tensor of `shape`."""
     axis = cut.axis
     if not -len(shape) <= axis < len(shape):
         raise ValueError(
@@ -134,7 +134,7 @@ def make_spec(shape: torch.Size, cut: Cut, rank: int, world_size: int) -> ShardS
 
 
 def _copies(blocks: tuple[int, ...], parts: int, world_size: int) -> int:
-    """How many ranks hold each of so many parts, at most: heads, which stay whole."""
+    """Number of ranks that hold each part, with at most `parts` parts, such as heads."""
     if parts < 1:
         raise ValueError(f"parts is {parts}; pass a number of heads, 1 or more")
     bad = [size for size in blocks if size % parts]
@@ -151,7 +151,7 @@ def _copies(blocks: tuple[int, ...], parts: int, world_size: int) -> int:
 
 
 def _check_uneven(blocks: tuple[int, ...], world_size: int) -> None:
-    """Every rank has some, and the same share of each block."""
+    """Raise unless every rank gets a part, and the same share of each block."""
     if len(set(blocks)) > 1:
         raise ValueError(
             f"blocks of sizes {list(blocks)} cannot be sharded unevenly over {world_size} "
@@ -183,11 +183,11 @@ def _block_sizes(size: int, blocks: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor as it is."""
-    # Asking for the class would import torch.distributed.tensor, which takes a second.
+    """This rank's part of a DTensor; any other tensor unchanged."""
+    # isinstance would import torch.distributed.tensor, which takes a second.
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether this is a DTensor."""
+    """Return True for a DTensor."""
     return hasattr(tensor, "device_mesh")

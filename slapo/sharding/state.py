@@ -1,9 +1,9 @@
-"""State that sharding leaves on a module, in one object that goes wherever the module goes.
+"""Sharding state of a module, in one object that moves with the module.
 
-A slice says by attributes that it is one (``orig_shape``), and so do tagged parameters; hooks sum
-gradients. Torch keeps neither: a copied parameter has no attributes, an unpickled one no hooks, and
-``load_state_dict(assign=True)`` puts other tensors in. The object below knows what every tensor of
-its module carries, and gives it back in all of these cases.
+Slices are marked by an attribute (``orig_shape``), tagged parameters by theirs, and hooks sum
+gradients. Torch keeps neither: copied parameters lose attributes, unpickled ones lose hooks, and
+``load_state_dict(assign=True)`` replaces tensors. The object below records the marks of every
+tensor of its module and restores them in all of these cases.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from slapo.wrapper import innermost
 
 @dataclass
 class Sharding:
-    """How the tensors of one module lie across the ranks, and what was changed for it."""
+    """Layout of one module's tensors over the ranks, and the changes made for it."""
 
     #: handle of the ranks
     group: GroupHandle
-    #: tensor name -> how it is sliced
+    #: tensor name -> its slice
     specs: dict[str, ShardSpec] = field(default_factory=dict)
     #: attribute -> its value before sharding
     sizes: dict[str, Any] = field(default_factory=dict)
-    #: of the bare module, before any sync
+    #: layout of the bare module, before any sync
     layout: Layout = field(default_factory=Layout)
-    #: on the module, in order
+    #: syncs on the module, in order
     syncs: tuple[KnownSync, ...] = ()
     #: parameter name -> attributes that follow it
     tags: dict[str, dict[str, Any]] = field(default_factory=dict)
-    #: of a module that adds its bias after a reduction: see :mod:`slapo.sharding.partial`
+    #: for a module that adds its bias after a reduction: see :mod:`slapo.sharding.partial`
     reducers: tuple[Any, ...] = ()
     bias_part: Any = None
-    #: true if tokens of other ranks are taken out
+    #: true if tokens of other ranks are masked
     masks_vocabulary: bool = False
-    #: tensors that carry attributes: copies of this object find their copies by them
+    #: tensors with attributes: a copy of this object refers to the copied tensors here
     _carriers: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        """Tag the tensors of a copied or unpickled module, which carry nothing yet."""
+        """Restore attributes and hooks on the tensors of a copied or unpickled module."""
         refuse_replicas()
         self.__dict__.update(state)
         for name, tensor in self._carriers.items():
@@ -60,30 +60,30 @@ class Sharding:
             self._dress(name, tensor)
 
     def snapshot(self) -> Sharding:
-        """A copy that later changes of this one do not reach, over the same tensors."""
-        new = object.__new__(type(self))  # copy.copy would dress the tensors again
+        """A copy over the same tensors, unaffected by later changes of this object."""
+        new = object.__new__(type(self))  # copy.copy would tag the tensors again
         for name, value in vars(self).items():
             new.__dict__[name] = dict(value) if isinstance(value, dict) else value
         return new
 
     def tag(self, module: nn.Module, name: str, key: str, value: Any) -> None:
-        """Let a parameter of the module carry an attribute, wherever it goes."""
-        self.tags[name] = {**self.tags.get(name, {}), key: value}  # snapshots have the old one
+        """Attach an attribute to a parameter and to every tensor that replaces it."""
+        self.tags[name] = {**self.tags.get(name, {}), key: value}  # snapshots share the old dict
         self.attach(module, name)
 
     def attach(self, module: nn.Module, *names: str) -> None:
-        """Give the tensors that the module has now what they are to carry; or some of them."""
+        """Set the recorded attributes on the module's present tensors, or on the named ones."""
         carrying = {**self.specs, **self.tags}
         for name in (name for name in names or carrying if name in carrying):
             tensor: Tensor | None = module._parameters.get(name)
             tensor = module._buffers.get(name) if tensor is None else tensor
             if tensor is not None:
-                if tensor.is_leaf:  # else one of a functional call, which goes again
+                if tensor.is_leaf:  # others belong to a functional call and are temporary
                     self._carriers[name] = tensor
                 self._dress(name, tensor)
 
     def is_attached_to(self, module: nn.Module) -> bool:
-        """Return whether the module's tensors are those that carry what is known here."""
+        """Return True if the module still holds the tensors with the attributes."""
         return all(
             module._parameters.get(name, tensor) is tensor
             and (name not in self.specs or hasattr(tensor, "orig_shape"))
@@ -102,7 +102,7 @@ class Sharding:
 
 
 def sharding_of(module: nn.Module) -> Sharding | None:
-    """The sharding state of `module` itself; None if there is none."""
+    """The sharding state of `module` itself, or None."""
     found: Sharding | None = module.__dict__.get(SHARDING)
     return found
 
@@ -114,7 +114,7 @@ def shards_of(module: nn.Module) -> Mapping[str, ShardSpec]:
 
 
 def layout_of(module: nn.Module) -> Layout:
-    """The layout of `module` together with its syncs; an empty one when nothing is known."""
+    """The layout of `module` with its syncs; empty if unknown."""
     state = sharding_of(module)
     return Layout() if state is None else around(state.layout, state.syncs)
 
@@ -126,7 +126,7 @@ def syncs_of(module: nn.Module) -> tuple[KnownSync, ...]:
 
 
 def copy_shards(source: nn.Module, target: nn.Module) -> None:
-    """Note on `target`, which has the same tensors, how they are sliced."""
+    """Record on `target`, which holds the same tensors, how they are sliced."""
     state = sharding_of(source)
     if state is not None and state.specs:
         new = make_sharding(target, state.group.group)
@@ -135,7 +135,7 @@ def copy_shards(source: nn.Module, target: nn.Module) -> None:
 
 
 def move_syncs(source: nn.Module, target: nn.Module) -> None:
-    """Note the syncs of `source` on `target`, to which its hooks go."""
+    """Record the syncs of `source` on `target`, which takes over its hooks."""
     state = sharding_of(source)
     if state is not None and state.syncs:
         new = make_sharding(target, state.group.group)
@@ -143,7 +143,7 @@ def move_syncs(source: nn.Module, target: nn.Module) -> None:
 
 
 def make_sharding(module: nn.Module, group: dist.ProcessGroup | None) -> Sharding:
-    """The state of `module`, new where there is none."""
+    """Return the state of `module`, and create it if necessary."""
     state = sharding_of(module)
     if state is None:
         refuse_replicas()
@@ -155,7 +155,7 @@ def make_sharding(module: nn.Module, group: dist.ProcessGroup | None) -> Shardin
 
 @functools.cache
 def refuse_replicas() -> None:
-    """From now on DDP raises where ranks that it takes for replicas hold slices of its model."""
+    """Make DDP raise, from now on, if it would replicate a model over the ranks that shard it."""
     make: Any = DistributedDataParallel.__init__
     signature = inspect.signature(make)
 
@@ -184,11 +184,11 @@ def _check_replicas(model: nn.Module, group: dist.ProcessGroup | None, mesh: Any
 
 
 def attach_after_loading(module: nn.Module, incompatible_keys: Any) -> None:
-    """A hook: ``load_state_dict(assign=True)`` has put other tensors in."""
+    """Hook that restores attributes after ``load_state_dict(assign=True)`` replaced tensors."""
     bare = innermost(module)
     state = sharding_of(bare)
     if state is not None:
-        from slapo.sharding.slice_tensor import unwrapped  # for state dicts only
+        from slapo.sharding.slice_tensor import unwrapped  # late: only for state dicts
 
         for name, param in bare._parameters.items():
             bare._parameters[name] = unwrapped(param)
@@ -196,8 +196,8 @@ def attach_after_loading(module: nn.Module, incompatible_keys: Any) -> None:
 
 
 def place_slices(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """A hook: slices in a state dict know their place in the whole."""
-    from slapo.sharding.slice_tensor import place_in_state_dict  # for state dicts only
+    """Hook that gives the slices in a state dict their place in the full tensor."""
+    from slapo.sharding.slice_tensor import place_in_state_dict  # late: only for state dicts
 
     for name, spec in shards_of(innermost(module)).items():
         place_in_state_dict(state_dict, prefix + name, spec)

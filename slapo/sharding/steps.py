@@ -1,8 +1,8 @@
-"""Steps of tensor parallelism: their placements over the ranks, before and after.
+"""Steps of tensor parallelism, with their placements before and after.
 
-Collectives, and the few computations that give each rank something else, say here what they take
-and what they give. One table, read by the layout check of ``Schedule.sync``, by the placement check
-and by the manual.
+Collectives, and the few local computations that change a placement, declare here their input and
+output placements. The layout check of ``Schedule.sync``, the placement check and the manual read
+this table.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Step:
-    """One kind of step, from how its input is laid out across the ranks to how its output does."""
+    """One kind of step, with the placements of its input and output."""
 
-    #: of the collective
+    #: name of the collective
     name: str
-    #: ``"replicate"`` (whole on every rank), ``"partial"`` (summands), ``"shard"`` (slices), or
-    #: ``"masked"`` (tokens as rows of this rank's part of a table), ``"part"`` and ``"share"``
-    #: (summands of a slice that several ranks hold, and that slice)
+    #: ``"replicate"`` (the full tensor on every rank), ``"partial"`` (summands), ``"shard"``
+    #: (slices), or ``"masked"`` (tokens as rows of this rank's part of a table), ``"part"`` and
+    #: ``"share"`` (summands of a slice that several ranks hold, and that slice)
     takes: str
     gives: str
-    #: which of the step's arguments is the axis of the slices that it takes, or gives
+    #: name of the argument with the axis of the input's, or the output's, slices
     takes_along: str = ""
     gives_along: str = ""
     communicates: bool = True
@@ -42,18 +42,18 @@ SCATTER = Step("scatter", "replicate", "shard", gives_along="axis", communicates
 ALL_TO_ALL = Step("all_to_all", "shard", "shard", "concat_axis", "split_axis")
 #: 1/n of a tensor in the forward pass, so that a sum over n ranks adds it once.
 SHARE = Step("share", "replicate", "partial", communicates=False)
-#: This rank's slice among zeros: the gradient of a slice that other ranks have others of.
+#: This rank's slice padded with zeros: the gradient of a scattered vector.
 PAD = Step("pad", "shard", "partial", takes_along="axis", communicates=False)
-#: Of a slice that several ranks hold: the gradient of each adds up to that of the slice.
+#: For a slice that several ranks hold: sums their gradients to that of the slice.
 SUM_SHARED = Step("sum_shared", "part", "share")
-#: Of inputs: what the first rank of the group was given; without a gradient.
+#: For inputs: the first rank's tensor on every rank of the group; no gradient.
 BROADCAST = Step("broadcast", "replicate", "replicate")
 MASK_TOKENS = Step("mask_tokens", "replicate", "masked", communicates=False)
 
 STEPS: tuple[Step, ...] = (ALL_REDUCE, COPY, ALL_GATHER, REDUCE_SCATTER, SCATTER, ALL_TO_ALL)
 STEPS += (SHARE, PAD, MASK_TOKENS, SUM_SHARED, BROADCAST)
 
-#: Gets the step, the function that carries it out, the tensor, the group and further arguments.
+#: Called with the step, the function that runs it, the tensor, the group and further arguments.
 Carrier = Callable[..., Tensor]
 _carrier: Carrier | None = None
 
@@ -65,7 +65,7 @@ def carry_out(
     group: dist.ProcessGroup | None,
     **arguments: Any,
 ) -> Tensor:
-    """Call ``function(tensor, group, **arguments)``, or let who watches do it."""
+    """Call ``function(tensor, group, **arguments)``, or pass the call to the active carrier."""
     if _carrier is None:
         return function(tensor, group, **arguments)
     return _carrier(step, function, tensor, group, **arguments)
@@ -73,7 +73,7 @@ def carry_out(
 
 @contextmanager
 def carried_by(carrier: Carrier) -> Iterator[None]:
-    """Let a function carry out the steps that this process begins within the block."""
+    """Run all steps within the block through `carrier`."""
     global _carrier
     before, _carrier = _carrier, carrier
     try:

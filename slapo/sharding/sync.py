@@ -1,4 +1,4 @@
-"""The operations of ``Schedule.sync``: a table of them, and what contradicts them."""
+"""The operations of ``Schedule.sync`` as a table, and checks for contradictions."""
 
 from __future__ import annotations
 
@@ -25,18 +25,15 @@ from slapo.sharding.steps import ALL_GATHER, ALL_REDUCE, COPY, REDUCE_SCATTER, S
 
 @dataclass(frozen=True)
 class _Row:
-    """Description of one operation."""
-
-    #: in which it works
+    #: supported modes
     modes: tuple[str, ...]
-    #: arguments that it takes
+    #: accepted arguments
     keywords: tuple[str, ...]
-    #: the kinds of output of a module, as far as these are known, that it makes sense on: what its
-    #: collective takes
+    #: placements of a module's output, where known, that the collective accepts
     takes: tuple[str, ...]
     #: the collective, which autograd differentiates into its conjugate
     run: Callable[[SyncOp, Tensor], Tensor]
-    #: how the result is laid out across the ranks
+    #: placement of the result
     output: Callable[[SyncOp], Placement]
 
 
@@ -48,17 +45,17 @@ class SyncOp:
     name: str
     #: handle of the ranks
     group: GroupHandle
-    #: axis of the activation, where the op has one
+    #: axis of the activation, if the op has one
     axis: int | None = None
-    #: of ``all_gather``: whether ranks use the gathered tensor differently
+    #: for ``all_gather``: true if ranks use the gathered tensor differently
     tensor_parallel_output_grad: bool = True
-    #: in the modes ``bwd_post`` and ``fwd_pre``: names of the inputs it is for. None stands for
-    #: all in the first, and for the first tensor in the second
+    #: in the modes ``bwd_post`` and ``fwd_pre``: names of its inputs. None means all inputs in the
+    #: first mode, and the first tensor in the second
     argument: tuple[str, ...] | None = None
-    #: the axis (from the end) that a gathered tensor is known to be sharded along; checked when a
-    #: tensor with its number of dimensions is at hand
+    #: the known sharded axis (from the end) of a gathered tensor; checked once the number of
+    #: dimensions is known
     known_axis: int | None = None
-    #: of ``all_gather``: the whole's size along the axis, where the ranks' parts are uneven
+    #: for ``all_gather``: full size along the axis if the slices are uneven
     total: int | None = None
 
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -69,7 +66,7 @@ class SyncOp:
 
     @property
     def __name__(self) -> str:
-        """Its name in graphs."""
+        """Name of the op in graphs."""
         return "reshard" if "->" in self.name else self.name
 
     def _check_axis(self, tensor: Tensor, axis: int) -> None:
@@ -81,11 +78,11 @@ class SyncOp:
             )
 
     def output(self) -> Placement:
-        """How the result lies across the ranks."""
+        """Placement of the result."""
         return _row(self.name).output(self)
 
     def sums_gradient(self) -> bool:
-        """Return whether its backward sums over the ranks."""
+        """Return True if the backward sums over the ranks."""
         gathers = self.name == "all_gather" and self.tensor_parallel_output_grad
         return gathers or self.name == "all_reduce_grad"
 
@@ -99,7 +96,7 @@ def _run_all_gather(op: SyncOp, tensor: Tensor) -> Tensor:
 
 
 def _own_slice(op: SyncOp) -> Placement:
-    # An axis from the front has no known place from the end.
+    # The position from the end is unknown for an axis counted from the front.
     return Placement("shard", op.axis if op.axis is not None and op.axis < 0 else None)
 
 
@@ -149,7 +146,7 @@ _RESHARD = _Row(
 )
 
 
-#: Ops that turn a partial sum into something whole.
+#: Ops that turn a partial sum into a complete one.
 REDUCTIONS = tuple(name for name, row in _TABLE.items() if "partial" in row.takes)
 
 
@@ -158,7 +155,7 @@ def _row(name: str) -> _Row:
 
 
 def make_sync_op(mode: str, name: str, group: GroupHandle, arguments: Mapping[str, Any]) -> SyncOp:
-    """The op called `name` in `mode`."""
+    """Return the op called `name` for `mode`."""
     if "->" in name:
         parse_reshard(name)
     elif name not in _TABLE:
@@ -202,7 +199,7 @@ def _names(argument: Any) -> tuple[str, ...]:
 
 # --- contradictions ------------------------------------------------------------------------------
 def check_syncs(syncs: Iterable[KnownSync], layout: Layout) -> None:
-    """Refuse a layout that syncs which are there already would contradict."""
+    """Raise if existing syncs contradict `layout`."""
     for sync in syncs:
         if sync.op:
             check_sync(layout, sync.mode, sync.op, sync.axis)
@@ -210,7 +207,7 @@ def check_syncs(syncs: Iterable[KnownSync], layout: Layout) -> None:
 
 
 def check_sync(layout: Layout, mode: str, op: str, axis: int | None) -> None:
-    """Refuse a sync that contradicts `layout`."""
+    """Raise if a sync contradicts `layout`."""
     if mode == "fwd_post" and layout.output is not None:
         _check_output(layout.output, op, axis)
     elif mode == "bwd_post" and layout.input is not None and layout.input.kind == "shard":
@@ -271,12 +268,12 @@ def _check_input(expected: Placement, op: str, axis: int | None) -> None:
 
 
 def _check_reshard(op: str, letters: str, placement: Placement, side: str) -> None:
-    """`letters` are the layout of the last two dimensions on this side of the op."""
+    """Raise unless `letters`, the layout on this side of the op, match the placement."""
     if placement.axis not in (-1, -2, None):
         return
     wanted = {"replicate": "RR", "shard": "RS" if placement.axis == -1 else "SR"}
     needed = wanted.get(placement.kind)
-    # A sharded sequence (SR) is not a contradiction for a module that mixes features only.
+    # A sharded sequence (SR) does not contradict a module that mixes features only.
     if needed is None or letters == needed or (needed == "RR" and letters == "SR"):
         return
     raise ValueError(
@@ -286,10 +283,9 @@ def _check_reshard(op: str, letters: str, placement: Placement, side: str) -> No
 
 
 def may_be_axis(axis: int, known: int | None) -> bool:
-    """Return whether `axis` can be the axis `known` (from the end) of a tensor of any rank.
+    """Return True if `axis` may equal `known` (from the end) for some number of dimensions.
 
-    A non-negative axis fits when some number of dimensions makes the two equal; the hook checks
-    again when it sees the tensor.
+    The hook checks again once it has the tensor.
     """
     if known is None:
         return True

@@ -1,4 +1,4 @@
-"""Collectives of a schedule as hooks of modules; copies and pickles keep them."""
+"""Collectives of a schedule as module hooks; copies and pickles keep them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch import Tensor, fx, nn
 from slapo.sharding.sync import SyncOp
 from slapo.wrapper import innermost
 
-#: Tensors, and the proxies that stand for them while torch.fx traces.
+#: Tensors, and their proxies during torch.fx tracing.
 _TENSORS: tuple[Any, ...] = (Tensor, fx.Proxy)
 
 
 class SyncHook:
-    """A hook of this library: what it does, and in which mode; copies and pickles keep it."""
+    """A hook of this library, with its function and mode; copies and pickles keep it."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], mode: str) -> None:
         self.function, self._slapo_mode = function, mode
-        #: what it calls: a trace puts a call of its own here meanwhile (graph/trace/leaves.py)
+        #: the function to call; a trace temporarily replaces it (graph/trace/leaves.py)
         self._slapo_carry = function
 
     def __repr__(self) -> str:
@@ -32,10 +32,10 @@ class SyncHook:
 
 
 class InputHook(SyncHook):
-    """A pre-forward hook (with keyword arguments) that maps the first input tensor.
+    """Pre-forward hook (with keyword arguments) that maps input tensors.
 
-    The first in the order of the forward's parameters, however it is called; or those that the op
-    names.
+    The default is the first tensor in the order of the forward's parameters, even if passed by
+    keyword. An op may name other inputs.
     """
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -53,7 +53,7 @@ class InputHook(SyncHook):
         if found:
             new = [given[name] for name, _ in zip(positions, args, strict=False)]
             return (*new, *args[len(new) :]), {name: given[name] for name in kwargs}
-        for index, value in enumerate(args):  # of a forward that takes any number
+        for index, value in enumerate(args):  # for a forward with ``*args``
             if isinstance(value, _TENSORS) and not named:
                 return (*args[:index], self._slapo_carry(value), *args[index + 1 :]), kwargs
         raise TypeError(
@@ -63,7 +63,7 @@ class InputHook(SyncHook):
 
 
 class OutputHook(SyncHook):
-    """A post-forward hook that maps the first output tensor."""
+    """Post-forward hook that maps the first output tensor."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__(function, "fwd_post")
@@ -71,7 +71,7 @@ class OutputHook(SyncHook):
     def __call__(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, _TENSORS):
             return self._slapo_carry(output)
-        if isinstance(output, Mapping):  # as Transformers' output objects are, too
+        if isinstance(output, Mapping):  # including output objects of Transformers
             for key, value in output.items():
                 if isinstance(value, _TENSORS):
                     return _with_item(output, key, self._slapo_carry(value))
@@ -101,10 +101,9 @@ def _with_item(output: Mapping[Any, Any], key: Any, value: Tensor) -> Any:
 
 
 class GradientHook(SyncHook):
-    """A pre-forward hook that sums gradients of inputs over the group.
+    """Pre-forward hook that sums gradients of inputs over the group.
 
-    A sum of gradients is placed in the forward pass: each input goes through an operation that
-    returns it as it is, and whose backward is the all-reduce.
+    Each input passes through an identity whose backward is the all-reduce.
     """
 
     function: SyncOp
@@ -114,11 +113,10 @@ class GradientHook(SyncHook):
         self._slapo_carry = dataclasses.replace(op, name="all_reduce_grad", argument=None)
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Pass them on, with a backward of their own."""
         seen: dict[int, Tensor] = {}
 
         def passed(tensor: Tensor) -> Tensor:
-            if id(tensor) not in seen:  # one that is given twice is one
+            if id(tensor) not in seen:  # an input passed twice is summed once
                 seen[id(tensor)] = self._slapo_carry(tensor)
             return seen[id(tensor)]
 
@@ -140,7 +138,7 @@ class GradientHook(SyncHook):
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with its tensors mapped, those in containers and dataclasses too."""
+    """Map the tensors in `value`, including those in containers and dataclasses."""
     if isinstance(value, _TENSORS):
         return function(value)
     if isinstance(value, Mapping):
@@ -160,20 +158,20 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def input_names(module: nn.Module) -> tuple[str, ...]:
-    """Names of the positional arguments of a module's forward."""
+    """Names of the positional parameters of a module's forward."""
     if "forward" not in module.__dict__:
         return _names_of(type(module).forward)[0][1:]
     return _names_of(module.forward)[0]
 
 
 def keyword_names(module: nn.Module) -> tuple[str, ...]:
-    """Names of those that are given by keyword only."""
+    """Names of the keyword-only parameters of a module's forward."""
     return _names_of(module.__dict__.get("forward", type(module).forward))[1]
 
 
 @functools.lru_cache(maxsize=256)
 def _names_of(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Positional ones, and keywords."""
+    """Names of positional and of keyword-only parameters."""
     found: tuple[list[str], list[str]] = ([], [])
     for p in inspect.signature(function).parameters.values():
         if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):

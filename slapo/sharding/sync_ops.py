@@ -1,4 +1,4 @@
-"""The differentiable collectives by the names, and with the arguments, of the published Slapo."""
+"""The differentiable collectives with the names and arguments of the published Slapo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensor-parallel group that a user means."""
+"""The tensor-parallel group of a schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slapo.sharding.groups import group_of_one
 def resolve_group(
     group: dist.ProcessGroup | DeviceMesh | None, mesh: DeviceMesh | None = None
 ) -> dist.ProcessGroup | None:
-    """The process group that `group`, or ``mesh["tp"]``, stands for; None for a world of one."""
+    """Process group for `group` or ``mesh["tp"]``; None for a world of one."""
     if mesh is not None:
         if group is not None:
             raise TypeError("create_schedule: mesh has the group; leave one of mesh and group out")
@@ -58,7 +58,7 @@ def resolve_group(
 
 
 def _warn_if_alone() -> None:
-    """Warn in one of several launched processes, which is a world of one here."""
+    """Warn if several processes were launched, but this one runs as a world of one."""
     world_size = os.environ.get("WORLD_SIZE", "1")
     if "RANK" in os.environ and world_size.isdigit() and int(world_size) > 1:
         warn_caller(

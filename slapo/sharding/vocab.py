@@ -1,4 +1,4 @@
-"""An embedding table whose rows are spread over the ranks.
+"""Embeddings sharded by rows.
 
 Technique: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using
 Model Parallelism" (2019), section 3.
@@ -17,7 +17,7 @@ from slapo.sharding.state import sharding_of, shards_of, syncs_of
 from slapo.sharding.steps import MASK_TOKENS, carry_out
 from slapo.sharding.sync_hooks import InputHook, OutputHook, SyncHook
 
-#: Where a table keeps which rows it has.
+#: Attribute of a table with its local rows.
 _ROWS = "_slapo_rows"
 
 PreHook = Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]
@@ -30,24 +30,24 @@ def vocabulary_hooks(
     vocab_size: int,
     reduce: Callable[[Tensor], Tensor],
 ) -> tuple[PreHook, PostHook]:
-    """Hooks for an embedding of which this rank holds ``vocab_size / world_size`` rows.
+    """Hooks for an embedding with ``vocab_size / world_size`` rows on this rank.
 
-    The pre-forward hook turns tokens into local rows, those of other ranks into row 0; the
-    post-forward hook zeroes what those gave, and `reduce` sums over the ranks.
+    The pre-forward hook maps tokens to local rows, and tokens of other ranks to row 0. The
+    post-forward hook zeroes the output for the latter, and `reduce` sums over the ranks.
 
     Parameters
     ----------
     rank, world_size
-        This rank's place.
+        This rank's position in the group.
     vocab_size
-        Rows of the whole table, divisible by `world_size`.
+        Rows of the full table, divisible by `world_size`.
     reduce
-        Tensor -> tensor: sums the ranks' parts, each of shape ``(..., hidden)``.
+        Function that sums the ranks' outputs, each of shape ``(..., hidden)``.
 
     Raises
     ------
     ValueError
-        If the table cannot be spread evenly.
+        If `world_size` does not divide `vocab_size`.
 
     Examples
     --------
@@ -77,18 +77,18 @@ def vocabulary_hooks(
 
 
 def look_up_own_rows(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Pre-forward hook of a table that is sharded by rows and does more than look up.
+    """Pre-forward hook for a row-sharded table whose forward does more than a lookup.
 
-    Together with :func:`sum_looked_up`; both find on the module which rows it holds.
+    Use it with :func:`sum_looked_up`; both read the local rows from the module.
     """
     tokens, *rest = inputs
     return (_rows_of(module).mask(tokens), *rest)
 
 
 def sum_looked_up(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Post-forward hook: zeroes what row 0 gave for other ranks' tokens, and sums over the ranks.
+    """Post-forward hook that zeroes outputs for other ranks' tokens, and sums over the ranks.
 
-    Right where the table maps zeros to zeros, as one that scales what it looks up.
+    Correct if the table's forward maps zeros to zeros, such as one that scales the lookup.
     """
     state = sharding_of(module)
     assert state is not None, "the hook before it has looked"
@@ -109,19 +109,19 @@ def _rows_of(table: nn.Module) -> _Rows:
 
 
 def masked(tokens: Tensor, start: int, count: int, total: int | None = None) -> Tensor:
-    """Tokens as rows of a part of a table, those of other parts as row 0.
+    """Map tokens to rows of this rank's part of a table, and tokens of other parts to row 0.
 
-    For hooks of your own around a table that is spread over the ranks: :func:`slapo.check` knows by
-    it which rows are looked up. What row 0 gives for tokens of other parts is yours to zero.
+    For your own hooks around a sharded table; :func:`slapo.check` uses it to track the rows. Your
+    hooks must zero the output for tokens of other parts.
 
     Parameters
     ----------
     tokens
         Integers of any shape.
     start, count
-        The rows that this rank has.
+        First row and number of rows of this rank.
     total
-        Rows of the whole table, to be given where the ranks have unequal numbers of them.
+        Rows of the full table; required if the ranks hold different numbers of rows.
 
     Examples
     --------
@@ -138,16 +138,16 @@ def masked(tokens: Tensor, start: int, count: int, total: int | None = None) -> 
 
 
 class _Rows:
-    """The rows of a table that this rank holds, and the tokens of the present call."""
+    """The local rows of a table, and the mask of the current call."""
 
     def __init__(self, start: int, count: int, total: int) -> None:
         self.start, self.count, self.total = start, count, total
         self._foreign: list[Tensor] = []
 
     def mask(self, tokens: Tensor) -> Tensor:
-        """Tokens as local rows, those of other ranks as row 0.
+        """Map tokens to local rows, and tokens of other ranks to row 0.
 
-        Indices outside the whole table stay outside this part, so that the lookup refuses them.
+        Indices outside the full table stay out of range, so that the lookup raises.
         """
         rows = {"start": self.start, "count": self.count, "total": self.total}
         return carry_out(MASK_TOKENS, self._mask, tokens, None, **rows)
@@ -159,12 +159,12 @@ class _Rows:
         return (tokens - start).masked_fill(elsewhere, 0)
 
     def zero(self, output: Tensor) -> Tensor:
-        """Zero the rows that row 0 gave for tokens of other ranks."""
+        """Zero the output rows for tokens of other ranks."""
         return output.masked_fill(self._foreign.pop().unsqueeze(-1), 0.0)
 
 
 def check_maskable(table: nn.Module, outer: nn.Module | None = None) -> None:
-    """Refuse a table that may look up other rows than the tokens it is given."""
+    """Raise for a table whose lookup may not use the tokens as given."""
     hooks = {**table._forward_pre_hooks, **(outer._forward_pre_hooks if outer else {})}
     unknown = [hook for hook in hooks.values() if not isinstance(hook, SyncHook)]
     if unknown and not masks_itself(table):
@@ -183,9 +183,9 @@ def check_maskable(table: nn.Module, outer: nn.Module | None = None) -> None:
 
 
 def mask_vocabulary(table: nn.Module) -> None:
-    """Make a sharded table give zeros for tokens of other ranks.
+    """Make a sharded table return zeros for tokens of other ranks.
 
-    The masks are hooks right around the table, within the hooks that it has already.
+    The masking hooks run directly around the table, inside the existing hooks.
     """
     state = sharding_of(table)
     assert state is not None, "the table is sharded"
@@ -199,11 +199,11 @@ def mask_vocabulary(table: nn.Module) -> None:
 
 
 def is_masked(table: nn.Module) -> bool:
-    """Return whether tokens of other ranks are masked, by this library or a user's hook."""
+    """Return True if tokens of other ranks are masked, by this library or a user's hook."""
     state = sharding_of(table)
     return (state is not None and state.masks_vocabulary) or masks_itself(table)
 
 
 def masks_itself(table: nn.Module) -> bool:
-    """Return whether a user's function runs before the table, by ``sync("fwd_pre", function)``."""
+    """Return True if a user's function runs before the table, by ``sync("fwd_pre", function)``."""
     return any(sync.mode == "fwd_pre" and not sync.op for sync in syncs_of(table))

@@ -1,10 +1,10 @@
-"""Steps of optimizers that compute from whole tensors, of which each rank holds a part.
+"""Steps of optimizers that need full tensors, while each rank holds a part.
 
-AdamW and SGD treat every element by itself, and a step on a slice is the slice of the step. Muon
-(Jordan et al., 2024) orthogonalizes a whole matrix, LAMB (You et al., 2020) takes the norm of a
-tensor, and Adafactor (Shazeer and Stern, 2018) means of rows and columns. For these, each tensor
-has an owner among the ranks that hold its parts: the owner gathers the parameter and its gradient,
-steps, and sends the parts back. So each rank does the work and holds the state of some tensors.
+AdamW and SGD are elementwise, so a step on a slice is the slice of the step. Muon (Jordan et al.,
+2024) orthogonalizes a full matrix, LAMB (You et al., 2020) takes the norm of a tensor, and
+Adafactor (Shazeer and Stern, 2018) takes means of rows and columns. For these, each tensor has an
+owner among the ranks that hold its parts. The owner gathers the parameter and its gradient, steps,
+and scatters the result. Each rank thus does the work and holds the state of some tensors.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from slapo.wrapper import innermost
 
 logger = get_logger("slapo")
 
-#: Reach of a step: each element depends on itself, on the whole tensor, or on other tensors too.
+#: Reach of a step: each element depends on itself, on the full tensor, or on other tensors too.
 ELEMENT, TENSOR, MODEL = range(3)
 
-#: Updates that differ by less do so by rounding; optimizers of 8 bits round much.
+#: Updates that differ by less differ by rounding; 8-bit optimizers round a lot.
 _TOLERANCE = 0.05
 
 
 # --- the reach of a step -------------------------------------------------------------------------
 def reach_of_steps(optimizer: Optimizer) -> dict[Parameter, int]:
-    """The reach of the step of each parameter, found by trial on small tensors."""
+    """Determine the reach of each parameter's step by trial on small tensors."""
     found: dict[Parameter, int] = {}
     for stepper in steppers_of(optimizer):
         for group in stepper.param_groups:
@@ -64,7 +64,7 @@ def reach_of_steps(optimizer: Optimizer) -> dict[Parameter, int]:
 
 
 def steppers_of(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers that step: one that has others in its attributes hands its steps on."""
+    """The optimizers that do the steps: those in its attributes, or else the optimizer itself."""
     values = [v for value in vars(optimizer).values() for v in _items(value)]
     inner = dict.fromkeys(value for value in values if isinstance(value, Optimizer))
     return [each for one in inner for each in steppers_of(one)] or [optimizer]
@@ -84,7 +84,7 @@ def _reach(optimizer: Optimizer, group: dict[str, Any]) -> int:
         generator = torch.Generator().manual_seed(dims)
         shape = (2, *(32, 16, 3, 3, 3)[:dims])
         value, *gradients = (torch.randn(shape, generator=generator) for _ in range(4))
-        # Halves of different sizes, and a gradient that jumps: norms and limits show by these.
+        # Halves of different scale, and a gradient that jumps, reveal norms and clipping.
         for tensor, factor in zip((value, *gradients), (1, 1, 10, 1), strict=True):
             tensor.mul_(factor)[:, : shape[1] // 2] *= 4
             tensor[..., : shape[-1] // 2] *= 3
@@ -110,17 +110,17 @@ def _updates(
     group: dict[str, Any],
     tensors: Sequence[tuple[Tensor, list[Tensor]]],
 ) -> list[Tensor]:
-    """What steps of one group change in other tensors, with a gradient of each for each step."""
+    """Changes of other tensors after steps of one group, one gradient of each for every step."""
     params = [Parameter(value.clone()) for value, _ in tensors]
-    # What the optimizer holds elsewhere, it finds without gradients.
+    # Hide the gradients of parameters that the optimizer also holds elsewhere.
     hidden = [(param, param.grad) for param in group["params"]]
     for param, _ in hidden:
         param.grad = None
     group, before = {**group, "params": params}, dict(optimizer.__dict__)
     lr = group.get("lr")
-    if lr is not None:  # that of a warm-up may be zero
+    if lr is not None:  # zero at the start of a warm-up
         group["lr"] = torch.full_like(lr, 0.01) if isinstance(lr, Tensor) else 0.01
-    # Not those of a copy: an optimizer may own memory that goes with the first of them.
+    # No copy of the optimizer: it may own memory that is freed with the first copy.
     step: Any = type(optimizer).step
     step = step.__wrapped__ if hasattr(step, "hooked") else step  # without hooks
     optimizer.param_groups, optimizer.state = [group], defaultdict(dict)
@@ -141,14 +141,14 @@ def _differ(found: Tensor, wanted: Tensor) -> bool:
     return bool((found - wanted).norm() > _TOLERANCE * wanted.norm())
 
 
-# --- optimizers that a user makes for a model without an engine -----------------------------------
+# --- optimizers that users create for a model without an engine ----------------------------------
 _WATCHED: weakref.WeakKeyDictionary[nn.Module, GroupHandle] = weakref.WeakKeyDictionary()
 _SEEN: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _hooks: list[Any] = []
 
 
 def watch_optimizers(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Look at the first step of each optimizer that has slices of a model."""
+    """Check the first step of every optimizer that holds slices of the model."""
     if slices_of(module):
         _WATCHED[module] = handle_of(group)
         if not _hooks:
@@ -171,7 +171,7 @@ def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def error_of_coupled_steps(optimizer: Optimizer) -> SlapoError:
-    """Explain why an optimizer cannot be for a model that is split over ranks."""
+    """Error for an optimizer whose steps couple tensors of different ranks."""
     return on_every_rank(
         SlapoError(
             f"{type(optimizer).__name__} computes the step of a tensor from other tensors too, of "
@@ -181,16 +181,16 @@ def error_of_coupled_steps(optimizer: Optimizer) -> SlapoError:
     )
 
 
-# --- whole tensors for a step --------------------------------------------------------------------
+# --- full tensors for a step ---------------------------------------------------------------------
 def step_on_wholes(
     optimizer: Optimizer,
     module: nn.Module,
     reach: Mapping[Parameter, int],
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Let steps that depend on whole tensors be on these. A collective of the ranks of a group.
+    """Run steps of reach TENSOR on full tensors. A collective over the ranks of `group`.
 
-    They are the ranks among which the parts of each tensor lie.
+    The parts of each tensor are distributed over these ranks.
     """
     specs = slices_of(module)
     held = [
@@ -213,7 +213,7 @@ def step_on_wholes(
 
 
 def slices_of(module: nn.Module) -> dict[int, ShardSpec]:
-    """How each sliced parameter of a model lies, by its id."""
+    """Specs of a model's sliced parameters, by id."""
     return {
         id(part._parameters[name]): spec
         for part in map(innermost, module.modules())
@@ -229,7 +229,7 @@ class _Split:
     #: this rank's part
     part: Parameter
     whole: torch.Size
-    #: for each rank, where its part lies
+    #: for each rank, the places of its parts in the full tensor
     boxes: list[list[Box]]
     owner: int
 
@@ -237,7 +237,7 @@ class _Split:
 def _split(
     params: Sequence[Parameter], specs: Sequence[ShardSpec | None], group: dist.ProcessGroup
 ) -> list[_Split]:
-    """Find where all parts lie, and give the wholes to owners, the largest first."""
+    """Exchange the places of all parts, and assign full tensors to owners, largest first."""
     own = [boxes_of(param, spec) for param, spec in zip(params, specs, strict=True)]
     every, loads, found = gathered(own, group), [0] * group.size(), {}
     wholes = [s.full_shape if s else p.shape for p, s in zip(params, specs, strict=True)]
@@ -249,22 +249,22 @@ def _split(
 
 
 class _WholeSteps:
-    """Hooks around an optimizer's step, which put whole tensors in and take them out again."""
+    """Hooks around an optimizer's step that swap in full tensors and swap them out again."""
 
     def __init__(self, tensors: list[_Split], group: dist.ProcessGroup) -> None:
         self._tensors, self._handle = tensors, handle_of(group)
         self._rank, self._ranks = group.rank(), range(group.size())
         self._dtype = functools.reduce(torch.promote_types, (t.part.dtype for t in tensors))
-        #: of a step: tensors with a gradient, and the wholes that stand for those of this rank
+        #: during a step: tensors with a gradient, and this rank's full tensors by their parts
         self._stepped: list[_Split] = []
         self._wholes: dict[Parameter, Parameter] = {}
-        #: the optimizer's groups, and what was in them before
+        #: the optimizer's groups, and their previous parameters
         self._groups: list[dict[str, Any]] = []
         self._params: list[list[Parameter]] = []
 
     @torch.no_grad()
     def gather(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Before a step: owners get whole parameters and gradients."""
+        """Pre-step hook: gather parameters and gradients on their owners."""
         if len(args) > 1 or kwargs.get("closure") is not None:
             raise SlapoError(
                 f"{type(optimizer).__name__}.step() got a closure, which steps on whole tensors of "
@@ -292,7 +292,7 @@ class _WholeSteps:
 
     @torch.no_grad()
     def scatter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """After a step: every rank has its part of the new values."""
+        """Post-step hook: return its part of the new values to every rank."""
         _move_state(optimizer, {whole: part for part, whole in self._wholes.items()})
         for one, params in zip(self._groups, self._params, strict=True):
             one["params"] = params
@@ -305,8 +305,8 @@ class _WholeSteps:
         whole: Callable[[Parameter], Any],
         to_owners: bool,
     ) -> None:
-        """Send parts to the owners of wholes, or back, in one collective."""
-        # For each other rank, my parts of its wholes, and its parts of mine.
+        """Send parts to the owners, or back, in one collective."""
+        # For each rank: this rank's parts of tensors it owns, and its parts of this rank's tensors.
         mine = [
             [
                 box.of_local(held)
@@ -339,7 +339,7 @@ class _WholeSteps:
 
 
 def _places(buffer: Tensor, parts: Sequence[Sequence[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Where in a flat buffer each tensor goes, and the tensor."""
+    """Pairs of each tensor's view of a flat buffer, and the tensor."""
     flat = list(itertools.chain.from_iterable(parts))
     pieces = buffer.split([tensor.numel() for tensor in flat]) if flat else ()
     for piece, tensor in zip(pieces, flat, strict=True):

@@ -1,4 +1,4 @@
-"""Proof that a schedule does not change what a model computes."""
+"""Checks that a schedule does not change the results of a model."""
 
 from slapo.verify.numeric.context import Verify
 

@@ -1,4 +1,4 @@
-"""Search for the primitive that makes a schedule wrong, or the one that is missing."""
+"""Search for the primitive that makes a schedule wrong, or for a missing primitive."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slapo.verify.placement import check
 
 logger = get_logger()
 
-#: Primitives that are left out one by one, the nearest to the finding first.
+#: Number of primitives to omit one by one, nearest to the finding first.
 _TRIES = 48
 
 
@@ -31,15 +31,15 @@ class Blame:
     """The cause of a wrong schedule."""
 
     #: ``"surplus"``: right without `record`; ``"missing"``: right with `call` after `record`;
-    #: ``"different"``: right with `call` instead of `record`; ``"since"``: never right again
-    #: from `record` on, and no change of one module's primitives that was tried makes it right;
-    #: ``"beside"``: wrong by what the function does beside primitives, such as hooks of its own
+    #: ``"different"``: right with `call` instead of `record`; ``"since"``: wrong from `record` on,
+    #: and no tested change of one module's primitives fixes it; ``"beside"``: wrong because of
+    #: something other than primitives in the function, such as hooks of its own
     kind: str
-    #: the primitive; None where the missing one is the first
+    #: the primitive; None if the first one is missing
     record: Record | None
     #: the line to write
     call: str
-    #: what is wrong with the whole schedule
+    #: the error of the full schedule
     error: Exception
 
     def __str__(self) -> str:
@@ -60,25 +60,25 @@ def bisect(
     loss_fn: Callable[[Any], Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Blame | None:
-    """Find the primitive that makes a schedule wrong, or the place of the one that is missing.
+    """Find the primitive that makes a schedule wrong, or the place of a missing primitive.
 
-    Schedules models again, each time with a small change: the call that the check advises, a
-    primitive as it was applied to the same module of another layer, one primitive left out, only
-    the first ones applied. Each is judged by :func:`slapo.check` under several ranks, and by
-    :class:`slapo.Verify` where they exist, or in one process.
+    Schedules new models, each time with a small change. It tries the call that the check advises
+    and primitives of the same module in another layer. It also omits single primitives, or applies
+    only the first ones. :func:`slapo.check` judges each one on several ranks. :class:`slapo.Verify`
+    judges it if these ranks are real, or in one process.
 
     Parameters
     ----------
     make_model
-        Makes the model, the same each time.
+        Function that returns the model, the same each time.
     schedule_fn
-        Applies the primitives to a schedule.
+        Function that applies the primitives to a schedule.
     inputs
         As `example_inputs` of :func:`slapo.check`.
     loss_fn
-        Output -> scalar to differentiate.
+        Function from the output to a scalar to differentiate.
     group
-        As for :func:`slapo.create_schedule`. All ranks call this.
+        As for :func:`slapo.create_schedule`. All ranks must call this function.
 
     Returns
     -------
@@ -88,9 +88,9 @@ def bisect(
     Raises
     ------
     SlapoError
-        If the model is refused before it is scheduled.
+        If the checks reject the model before it is scheduled.
     Exception
-        What a primitive of the schedule raises by itself, which names it.
+        An error raised by a primitive of the schedule; it names the primitive.
 
     Examples
     --------
@@ -109,35 +109,35 @@ def bisect(
 
 @dataclass(frozen=True)
 class _Applied:
-    """One call of a primitive, with what it was given."""
+    """One call of a primitive with its arguments."""
 
     record: Record
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def at(self, path: str) -> Remedy:
-        """The same for another node."""
+        """The same call for another node."""
         return Remedy(path, ((self.record.primitive, self.args, self.kwargs),))
 
 
 @dataclass(frozen=True)
 class _Edit:
-    """A change of a schedule, which might make it right."""
+    """A change of a schedule that might fix it."""
 
-    #: the module whose primitives change, or what is around several
+    #: the module whose primitives change, or the common parent of several
     path: str = ""
-    #: primitives by their place in the schedule
+    #: primitives by their index in the schedule
     left_out: Sequence[int] = ()
     added: tuple[Remedy, ...] = ()
 
 
 def _first(count: int) -> _Edit:
-    """Only so many primitives are applied."""
+    """Apply only the first `count` primitives."""
     return _Edit(left_out=range(count, sys.maxsize))
 
 
 class _OfPrimitive(Exception):
-    """A primitive, or the function that applies them, has raised."""
+    """An error raised by a primitive, or by the function that applies the primitives."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -146,20 +146,18 @@ class _OfPrimitive(Exception):
 
 @dataclass
 class _Search:
-    """One search."""
-
     make: Callable[[], nn.Module]
     schedule: Callable[[Schedule], Any]
     inputs: Any
     loss_fn: Callable[[Any], Tensor] | None
     group: dist.ProcessGroup | None
-    #: of the schedule that was judged last: its modules before, primitives, and what they raised
+    #: state of the last judged schedule: module paths before it, its primitives, and their error
     modules: set[str] = field(default_factory=set)
     applied: list[_Applied] = field(default_factory=list)
     raised: Exception | None = None
 
     def blame(self) -> Blame | None:
-        """The first explanation that holds."""
+        """Return the first explanation that holds."""
         error, applied = self.judge(_Edit()), self.applied
         if self.raised is not None:
             raise self.raised
@@ -182,7 +180,7 @@ class _Search:
         return Blame("since", applied[self._last_good(applied)].record, "", error)
 
     def judge(self, edit: _Edit) -> Exception | None:
-        """The error of a schedule after a change; None if it is right."""
+        """Error of the schedule after a change; None if it is right."""
         self.raised, self.applied = None, []
         sch = create_schedule(self.make(), group=self.group)
         self.modules = {path for path, _ in sch.mod.named_modules()}
@@ -190,7 +188,7 @@ class _Search:
         try:
             with Verify(sch, self.inputs, enable=verifies, loss_fn=self.loss_fn):
                 self._apply(sch, edit)
-                if sch.world_size > 1:  # Verify does so too, and goes on to numbers
+                if sch.world_size > 1:  # Verify does so too, and also compares values
                     check(sch, self.inputs, self.loss_fn)
         except _OfPrimitive as error:
             self.raised = error.error
@@ -200,7 +198,7 @@ class _Search:
         return None
 
     def _apply(self, sch: Schedule, edit: _Edit) -> None:
-        """Schedule with the change; where that raises on one rank, it does so on all of them."""
+        """Apply the changed schedule; an error on one rank is raised on all ranks."""
 
         def admits(record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             self.applied.append(_Applied(record, args, kwargs))
@@ -239,7 +237,7 @@ class _Search:
             yield _Edit(applied[number].record.path, (number,))
 
     def _last_good(self, applied: Sequence[_Applied]) -> int:
-        """How many primitives may be applied until it is never right again."""
+        """Number of primitives after which the schedule is never right again."""
         good, bad = 0, len(applied)
         units = [_layer(each.record.path) or each.record.path for each in applied]
         bounds = [n for n in range(1, bad) if units[n - 1] != units[n]]
@@ -254,9 +252,9 @@ class _Search:
 
 
 def _against_siblings(applied: Sequence[_Applied], modules: set[str]) -> list[_Edit]:
-    """Edits by differences between the modules of one layer and those of another.
+    """Edits from differences between the same modules of different layers.
 
-    `modules` are the paths that there are.
+    `modules` are the existing paths.
     """
     by_path: dict[str, list[int]] = {}
     for number, each in enumerate(applied):
@@ -271,7 +269,7 @@ def _against_siblings(applied: Sequence[_Applied], modules: set[str]) -> list[_E
 
 
 def _absent(by_path: dict[str, list[int]]) -> set[str]:
-    """Paths without primitives, that have some in another layer."""
+    """Paths without primitives whose counterparts in another layer have some."""
     layers = {_layer(path) for path in by_path} - {""}
     wanted = {
         layer + path[len(_layer(path)) :]
@@ -303,7 +301,7 @@ def _differences(
 
 
 def _together(found: Sequence[_Edit]) -> Iterator[_Edit]:
-    """All differences of the modules of one block together, and of those of one layer."""
+    """Combined differences of all modules of one block, and of one layer."""
     by_block: dict[str, list[_Edit]] = {}
     for each in found:
         for block in dict.fromkeys((each.path.rpartition(".")[0], _layer(each.path))):
@@ -322,7 +320,7 @@ def _together(found: Sequence[_Edit]) -> Iterator[_Edit]:
 
 
 def _other_gradient(applied: _Applied) -> Remedy | None:
-    """A gather whose gradient is treated the other way."""
+    """The same gather with the other treatment of its gradient."""
     record, kwargs = applied.record, dict(applied.kwargs)
     if record.primitive != "sync" or "'all_gather'" not in record.arguments.values():
         return None
@@ -331,13 +329,13 @@ def _other_gradient(applied: _Applied) -> Remedy | None:
 
 
 def _text(applied: _Applied) -> str:
-    """A primitive without its place."""
+    """A primitive and its arguments, without its path."""
     record = applied.record
     return f"{record.primitive} {dict(record.arguments)} {record.identity}"
 
 
 def _nearness(error: Exception) -> Callable[[str], tuple[int, int]]:
-    """How near a path is to where an error shows: 0 for the same."""
+    """Sort key for the distance of a path from the location of an error."""
     places = [getattr(error, name, "") for name in ("suspect", "path")]
 
     def near(path: str) -> tuple[int, int]:
@@ -349,7 +347,7 @@ def _nearness(error: Exception) -> Callable[[str], tuple[int, int]]:
 
 
 def _last_at(applied: Sequence[_Applied], path: str) -> Record | None:
-    """The last primitive of a module, or else of what is around it."""
+    """The last primitive of a module, or else of its nearest parent."""
     while True:
         inside = f"{path}."
         for each in reversed(applied):
@@ -361,7 +359,7 @@ def _last_at(applied: Sequence[_Applied], path: str) -> Record | None:
 
 
 def _layer(path: str) -> str:
-    """The path up to its first number."""
+    """The path up to its first numeric part."""
     parts = path.split(".")
     index = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     return "" if index is None else ".".join(parts[: index + 1])

@@ -1,4 +1,4 @@
-"""Findings of all checks, and the one form of their errors."""
+"""Findings of all checks, and the common form of their errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Step = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Remedy:
-    """Primitives to apply to one node, one after the other: to be read, and to be tried."""
+    """Primitives for one node in order, to print and to try."""
 
     path: str
     steps: tuple[Step, ...]
@@ -30,7 +30,7 @@ class Remedy:
         return spelled(self.path) + "".join(map(_written, self.steps))
 
     def apply(self, sch: Schedule) -> None:
-        """Apply them."""
+        """Apply the primitives."""
         node: Any = sch[self.path] if self.path else sch
         for name, args, kwargs in self.steps:
             node = getattr(node, name)(*args, **kwargs)
@@ -47,17 +47,17 @@ def _quoted(value: Any) -> str:
 
 
 def add_sync(path: str, mode: str, op: str, **kwargs: Any) -> Remedy:
-    """A collective to add."""
+    """Remedy that adds a collective."""
     return Remedy(path, (("sync", (mode, op), kwargs),))
 
 
 def kept_sizes(sch: Schedule, module: nn.Module, path: str, records: Sequence[Record]) -> str:
-    """A line on whole sizes that a module with shards keeps, for the end of a message."""
+    """A line for an error message on global sizes in a module with shards."""
     return sizes_kept(module, _full(sch, path), records, sch.world_size)
 
 
 def _full(sch: Schedule, path: str) -> str:
-    """The path from the root of the model, of a module by its path from `sch`."""
+    """Path from the root of the model, for a path relative to `sch`."""
     return ".".join(filter(None, (sch.path, path)))
 
 
@@ -65,23 +65,23 @@ def _full(sch: Schedule, path: str) -> str:
 class Finding:
     """A fault of a schedule."""
 
-    #: what is wrong, with the module and the values
+    #: the fault, with the module and the values
     said: str
-    #: the module in which it shows
+    #: the module where it shows
     path: str = ""
-    #: the module where the fault most likely is, if it is another one
+    #: the module that most likely contains the fault, if different
     suspect: str = ""
     #: the missing call
     remedy: Remedy | None = None
-    #: what to do instead, in words
+    #: alternative fix, in words
     advice: str = ""
     #: a line for the end of the message
     further: str = ""
 
     def error(self, kind: type[E], what: str, sch: Schedule, records: Sequence[Record]) -> E:
-        """The error of `kind`, with the primitives that were applied there.
+        """Error of class `kind` that lists the primitives applied at the location.
 
-        `what` has found it; paths are relative to `sch`.
+        `what` names the check that found it; paths are relative to `sch`.
         """
         add = "" if self.remedy is None else f"add {self.remedy}"
         fix = ", or ".join(filter(None, (add, self.advice)))
@@ -89,7 +89,7 @@ class Finding:
         if records:
             paths = [_full(sch, path) for path in (self.path, self.suspect)]
             there = applied_at(records, [*filter(None, paths)]) or records
-            # Of many, those of the suspect first.
+            # The suspect's primitives first, since a long list is cut.
             there = sorted(
                 there, key=lambda record: not contains(paths[1] or paths[0], record.path)
             )

@@ -1,1 +1,1 @@
-"""Values of a schedule and of the model, compared."""
+"""Comparison of values between a scheduled model and the original."""

@@ -1,4 +1,4 @@
-"""Comparisons of two runs: outputs, gradients, buffers, probabilities of dropouts."""
+"""Comparisons of two runs: outputs, gradients, buffers, dropout probabilities."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from slapo.verify.placement.paths import Paths
 from slapo.weights.slots import slots
 from slapo.wrapper import innermost
 
-#: Gradients far below the largest are rounding of sums that cancel: they are compared on this
-#: fraction of the largest one's scale.
+#: Gradients far below the largest are rounding errors of canceling sums. Their tolerance is
+#: relative to this fraction of the largest gradient's scale.
 _GRADIENT_FLOOR = 1e-2
 
 
 def compare_outputs(trial: PairedRun, given: Any, wanted: Any) -> None:
-    """Every tensor of the outputs, their kinds and names."""
+    """Compare every tensor of the outputs, and the outputs' types and names."""
     sides = trial.sides
     left, right = dict(tensors_in(given)), dict(tensors_in(wanted))
     _check_comparable(wanted, right, sides.loss_fn is not None)
@@ -62,7 +62,7 @@ def _check_comparable(wanted: Any, tensors: dict[str, Tensor], has_loss: bool) -
 
 
 def compare_kinds(trial: PairedRun, given: Any, wanted: Any) -> None:
-    """Types, names, dtypes, numbers and texts of the outputs."""
+    """Compare types, names, dtypes and constants of the outputs."""
     left, right = dict(tensors_in(given)), dict(tensors_in(wanted))
     same = type(given) is type(wanted) and left.keys() == right.keys()
     same = same and dict(constants_in(given)) == dict(constants_in(wanted))
@@ -86,7 +86,7 @@ def compare_kinds(trial: PairedRun, given: Any, wanted: Any) -> None:
 def _wrong_output(
     trial: PairedRun, how: str, what: str = "the output differs"
 ) -> VerificationError:
-    """The error for outputs that differ, with the first module whose output does."""
+    """Error for different outputs, with the first module whose output differs."""
     sides = trial.sides
     said, found = f"{what}{_in_mode(trial)}", _recorded(trial, False).output()
     if found is None:
@@ -105,7 +105,7 @@ def _named(call: Call) -> str:
 
 
 def _recorded(trial: PairedRun, gradients: bool) -> Comparison:
-    """Run both models again, and note what each module gives."""
+    """Run both models again, and record the outputs of each module."""
     sides, runs = trial.sides, []
     for model in (sides.reference, sides.sch.mod):
         with recorded(model) as run:
@@ -120,7 +120,7 @@ def _recorded(trial: PairedRun, gradients: bool) -> Comparison:
 
 # --- gradients -----------------------------------------------------------------------------------
 def compare_gradients(trial: PairedRun, given: Outcome, wanted: Outcome) -> None:
-    """Gradients of parameters, whole, and of inputs."""
+    """Compare the gradients of inputs, and the gathered gradients of parameters."""
     sides = trial.sides
     expected: dict[str, Tensor] = {}
     found = sides.origins.gradients(sides.full)
@@ -145,7 +145,7 @@ def compare_gradients(trial: PairedRun, given: Outcome, wanted: Outcome) -> None
 
 def _raise_gradients(trial: PairedRun, failures: list[tuple[str, float, float]]) -> None:
     said = f"outputs agree{_in_mode(trial)}, but {_listed(failures)}"
-    # The last in the model is the first in the backward.
+    # The backward pass reaches the last tensor of the model first.
     seen = failures[-1][0].rpartition(".")[0]
     found = _recorded(trial, True).gradient()
     if found is None:
@@ -156,7 +156,6 @@ def _raise_gradients(trial: PairedRun, failures: list[tuple[str, float, float]])
 
 
 def _listed(failures: list[tuple[str, float, float]]) -> str:
-    """Names of the gradients that differ, and by how much."""
     name, error, limit = failures[-1]
     by = f"by {error:.3g} where {limit:.3g} is allowed"
     if len(failures) == 1:
@@ -166,9 +165,9 @@ def _listed(failures: list[tuple[str, float, float]]) -> str:
     return f"the gradients of {shown}{more} differ, that of {name!r} {by}"
 
 
-# --- what is left behind, and what is drawn ------------------------------------------------------
+# --- side effects and random numbers -------------------------------------------------------------
 def compare_buffers(trial: PairedRun) -> None:
-    """Running statistics and the like after the run."""
+    """Compare running statistics and other buffers after the run."""
     sides = trial.sides
     wanted = full_tensors(sides.reference, sides.sch.group)
     differing = []
@@ -194,7 +193,7 @@ def compare_buffers(trial: PairedRun) -> None:
 
 
 def compare_finite(trial: PairedRun, given: Any, wanted: Any) -> None:
-    """In the model's own dtype, of which the numbers are not compared: NaN where there was none."""
+    """Raise if the model's own dtype, where values are not compared, gives additional NaN."""
     left, right = dict(tensors_in(given)), dict(tensors_in(wanted))
     lost = [
         name
@@ -208,10 +207,10 @@ def compare_finite(trial: PairedRun, given: Any, wanted: Any) -> None:
 
 
 def compare_drops(trial: PairedRun, given: DropoutRecorder, wanted: DropoutRecorder) -> None:
-    """Probabilities of dropouts, in the order of their calls, and whose numbers they draw."""
+    """Compare dropout probabilities in call order, and the random states that they use."""
     sides = trial.sides
     mine, theirs = ([drop.p for drop in side.drops] for side in (given, wanted))
-    if is_compiled(sides.sch.mod):  # what is in there draws out of sight
+    if is_compiled(sides.sch.mod):  # draws in compiled code are not recorded
         wrong = bool(Counter(mine) - Counter(theirs))
     else:
         wrong = mine != theirs
@@ -241,7 +240,7 @@ def _raise_drops(trial: PairedRun) -> None:
 
 
 def _raise_forked(trial: PairedRun) -> None:
-    """Ranks go apart: each drops other numbers of what they all hold."""
+    """Raise for ranks that diverge because each drops other elements of a replicated tensor."""
     sides = trial.sides
     theirs, mine = (_drops_by_module(trial, m) for m in (sides.reference, sides.sch.mod))
     wrong = [
@@ -266,7 +265,7 @@ def _list(values: list[float] | None) -> str:
 
 
 def _drops_by_module(trial: PairedRun, model: nn.Module) -> dict[str, list[Drop]]:
-    """Run again and note where the dropouts are."""
+    """Run again and record the dropouts by module."""
     paths = Paths(model)
     quiet = DropoutRecorder(lambda: paths.now()[0])
     with paths.followed():

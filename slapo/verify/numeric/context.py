@@ -1,4 +1,4 @@
-"""The context manager."""
+"""The context manager :class:`Verify`."""
 
 from __future__ import annotations
 
@@ -32,42 +32,42 @@ from slapo.wrapper import innermost
 
 
 class Verify:
-    """Check that the schedule inside a ``with`` block does not change what the model computes.
+    """Check that the schedule inside a ``with`` block does not change the model's results.
 
-    On entry the module is copied. On exit the tensors of both are compared, then both run on the
-    same inputs, weights and random state, forward and backward: outputs, and parameter gradients
-    gathered from all ranks, must agree, in float64 where the model allows it. Parameters whose
-    elements are all equal get some noise for that. The model's weights, gradients, buffers, mode
-    and random states are left as they were.
+    On entry the module is copied. On exit the tensors of the module and the copy are compared. Then
+    both run forward and backward on the same inputs, weights and random state. Outputs, and
+    parameter gradients gathered from all ranks, must agree, in float64 if the model supports it.
+    Constant parameters get some noise for these runs. The model's weights, gradients, buffers, mode
+    and random states are restored.
 
     Parameters
     ----------
     sch
-        The schedule whose module is verified; any node.
+        Schedule whose module is verified; any node.
     example_inputs
-        A tensor, a tuple of positional arguments or a dict of keyword arguments. All ranks use
-        those of rank 0.
+        A tensor, a tuple of positional arguments or a dict of keyword arguments. All ranks use the
+        inputs of rank 0.
     device
-        Where to run; by default where the model is, for a model on ``meta`` where it would be
-        built.
+        Device to run on; the default is the model's device. A model on ``meta`` runs where it would
+        be built.
     eval_mode
-        Compare in eval mode, and, with dropouts told by their probabilities and let through, in
-        train mode. False: in train mode alone, where random masks must be the same on both sides,
-        which they are not under tensor parallelism.
+        Compare in eval mode and, with dropout disabled and compared by probability, in train mode.
+        False compares in train mode only. Random masks must then be the same on both sides, which
+        tensor parallelism does not allow.
     enable
-        False does nothing.
+        False disables the check.
     loss_fn
-        Output -> scalar to differentiate. By default the product of every output tensor with fixed
-        random numbers.
+        Function from the output to a scalar to differentiate. The default multiplies every output
+        tensor by fixed random values.
     rtol
-        Largest difference relative to the largest value of a tensor; by default that of the dtype
-        in which both run (1e-9 for float64, 2e-5 for float32, 3e-2 for bfloat16).
+        Largest difference relative to the largest value of a tensor; the default depends on the
+        dtype of the run (1e-9 for float64, 2e-5 for float32, 3e-2 for bfloat16).
 
     Raises
     ------
     VerificationError
-        On every rank, naming the tensor that the schedule changed, or the module where the fault
-        most likely is, the parameters whose gradients differ, and the primitives applied there.
+        On every rank. The message names the tensor that the schedule changed, or the module most
+        likely at fault, the parameters whose gradients differ, and the primitives applied there.
     SlapoError
         If ranks hold different originals, or the original cannot run.
 
@@ -170,7 +170,7 @@ class Verify:
             compare_all(sides, self.eval_mode)
 
     def _check_placements(self) -> None:
-        """Check the placements of a whole model: they name the missing call, values do not."""
+        """Check the placements of a complete model; their errors name the missing call."""
         if self.sch.world_size == 1 or self.sch.path:
             return
         try:
@@ -180,7 +180,7 @@ class Verify:
                 raise
 
     def _check_state(self, sides: ModelPair) -> None:
-        """Tensors are what they were, but for what the schedule declares."""
+        """Raise for tensors that changed beyond the declarations of the schedule."""
         found = sides.first(changes(self.sch, self.reference, self.origins))
         if found:
             finding = finding_of(found)
@@ -189,7 +189,7 @@ class Verify:
             check_ties(self.sch.mod, self.sch.state.ties)
 
     def _materialize_reference(self, device: torch.device) -> None:
-        """Values for a copy on meta, by the way that the whole model would initialize it."""
+        """Initialize a copy on meta in the same way as the full model."""
         own: Any = getattr(self.reference, "_init_weights", None)
         top: Any = getattr(self.sch.get_top_schedule().mod, "_init_weights", None)
         init = True if own is not None or top is None else top
@@ -215,7 +215,7 @@ class Verify:
 
         leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
         shapes = [(tuple(t.shape), t.dtype) for t in leaves if isinstance(t, Tensor)]
-        # Of other sizes, the broadcast would end the process.
+        # A broadcast with different sizes would abort the process.
         same_on_all_ranks(
             "Verify: example_inputs",
             (shapes, str(spec)),

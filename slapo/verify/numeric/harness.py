@@ -1,4 +1,4 @@
-"""Shared tools of both sides of a verification: copies, inputs, a loss, and comparisons."""
+"""Shared tools for both models of a verification: copies, inputs, a loss, comparisons."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from slapo.utils.outputs import tensors_in
 from slapo.weights.slots import Slot, compiled_parameters, exchanged, slots
 
 SEED = 20131
-#: What is larger stands for infinity.
+#: Values above this count as infinite.
 _FILL = 1e30
 
 
 def copy_model(sch: Schedule) -> nn.Module:
-    """A copy whose parameters carry the tags of the originals."""
+    """A copy of the module whose parameters keep their tags."""
     memo: dict[int, Any] = {id(sch.group): sch.group} if sch.group is not None else {}
     copied = copy.deepcopy(sch.mod, memo)
     for mine, new in zip(slots(sch.mod), slots(copied), strict=True):
@@ -43,17 +43,17 @@ class Outcome:
 
 
 def fresh_input(tensor: Tensor, inputs: list[Tensor], wide: torch.dtype | None) -> Tensor:
-    """A copy to run on; of a floating point tensor the gradient can be asked for afterwards."""
+    """Copy an input; floating point copies require a gradient and are added to `inputs`."""
     if not tensor.is_floating_point():
         return tensor.clone()
     value = tensor.detach().to(wide or tensor.dtype, copy=True)
     leaf = value.requires_grad_()
     inputs.append(leaf)
-    return leaf.clone()  # no leaf, so the model may change it in place
+    return leaf.clone()  # not a leaf, so the model may change it in place
 
 
 def full_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """Every tensor by name, shards gathered."""
+    """Full tensors by name, with shards gathered."""
     with torch.no_grad():
         return {
             p.name: p.spec.gather(p.tensor.detach(), group) if p.spec else p.tensor.detach().clone()
@@ -62,7 +62,7 @@ def full_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str,
 
 
 def local_tensors(model: nn.Module, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's slices of full tensors by name."""
+    """This rank's slices of full tensors, by name."""
     with torch.no_grad():
         return {
             p.name: p.spec.slice(full[p.name]) if p.spec else full[p.name] for p in slots(model)
@@ -70,13 +70,13 @@ def local_tensors(model: nn.Module, full: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def gradient_of(tensor: Tensor) -> Tensor:
-    """The gradient, zeros for None, and dense for a sparse embedding."""
+    """The gradient: zeros for None, and dense for a sparse embedding."""
     grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
     return grad if grad.layout is torch.strided else grad.to_dense()
 
 
 def gathered_gradients(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """Gradients by name, shards gathered; none counts as zero."""
+    """Gradients by name, with shards gathered and zeros for None."""
     found: dict[str, Tensor] = {}
     for slot in slots(model):
         tensor = slot.tensor
@@ -88,7 +88,7 @@ def gathered_gradients(model: nn.Module, group: dist.ProcessGroup | None) -> dic
 
 
 def weighed(output: Any) -> Tensor | None:
-    """All outputs against fixed random numbers; None where none needs a gradient."""
+    """Product of all outputs with fixed random values; None if no output requires a gradient."""
     generator = torch.Generator().manual_seed(SEED)
     terms = []
     for _, tensor in tensors_in(output):
@@ -111,9 +111,9 @@ def other_tensors(
     compiled: Mapping[int, Tensor] | None = None,
     wide: torch.dtype | None = None,
 ) -> Iterator[None]:
-    """The model with copies of its tensors, or with `values` by name, while the block runs.
+    """Run the block with copies of the model's tensors, or with `values` by name.
 
-    Values are this rank's slices. Gradients and changes of buffers fall on the copies.
+    Values are this rank's slices. Gradients and buffer updates affect the copies only.
     """
 
     def copied(slot: Slot) -> Tensor:
@@ -131,7 +131,7 @@ def other_tensors(
 
 @contextmanager
 def _compiled_values(model: nn.Module, values: Mapping[int, Tensor]) -> Iterator[None]:
-    """Parameters inside compiled modules stay the objects that they are."""
+    """Set values in place for parameters of compiled modules, which must stay the same objects."""
     kept = [(param, param.data, param.grad) for param in compiled_parameters(model).values()]
     try:
         for param, data, _ in kept:
@@ -146,7 +146,7 @@ def _compiled_values(model: nn.Module, values: Mapping[int, Tensor]) -> Iterator
 
 
 def difference(given: Tensor, wanted: Tensor) -> float:
-    """The largest absolute difference; infinite where shapes or NaN patterns differ."""
+    """The largest absolute difference; infinite if shapes or NaN patterns differ."""
     if given.shape != wanted.shape:
         return float("inf")
     if given.numel() == 0:
@@ -158,7 +158,7 @@ def difference(given: Tensor, wanted: Tensor) -> float:
     apart = (a.to(wide) - b.to(wide)).abs()
     worst = apart.max().item()
     if not math.isfinite(worst):
-        # Infinities of one sign, as of masked scores, and NaN on both sides.
+        # Ignore equal infinities, as in masked scores, and NaN on both sides.
         worst = apart.masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0).max().item()
     return float("inf") if worst != worst else float(worst)
 
@@ -171,5 +171,5 @@ def scale_of(tensor: Tensor) -> float:
     largest = float(values.max())
     if largest < _FILL:
         return largest
-    finite = values[values < _FILL]  # not the fill value of a mask
+    finite = values[values < _FILL]  # without the fill value of a mask
     return float(finite.max()) if finite.numel() else 0.0

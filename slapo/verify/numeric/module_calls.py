@@ -1,4 +1,4 @@
-"""Inputs, outputs and gradients of every module in two runs, and the first that differs."""
+"""Inputs, outputs and gradients of every module in two runs, and the first difference."""
 
 from __future__ import annotations
 
@@ -27,40 +27,40 @@ class Call:
     """One call of a module."""
 
     path: str
-    #: which of its calls
+    #: index among the calls of this module
     index: int
     module: nn.Module
-    #: the call that it is part of
+    #: the enclosing call
     parent: Call | None
     #: floating point inputs, and the first output tensor
     inputs: list[Tensor] = field(default_factory=list)
     output: Tensor | None = None
-    #: after a backward, what it sends back to each input, and the gradient of its output
+    #: after a backward pass: the gradients of its inputs by index, and of its output
     sent: dict[int, Tensor] = field(default_factory=dict)
     gradient: Tensor | None = None
     needs_gradient: bool = False
-    #: calls that it made
+    #: nested calls
     parts: list[Call] = field(default_factory=list)
 
     @property
     def key(self) -> tuple[str, int]:
-        """The same for the same call of another model."""
+        """Key that identifies the same call in another model."""
         return self.path, self.index
 
 
 @dataclass
 class Run:
-    """Calls of a model's modules in the order that they ended."""
+    """Calls of a model's modules, in the order in which they ended."""
 
     calls: list[Call] = field(default_factory=list)
-    #: calls that come later, of recomputations, do not count
+    #: set before the backward pass, so that recomputed calls do not count
     ended: bool = False
     #: holds the outermost calls
     root: Call = field(default_factory=lambda: Call("", -1, nn.Identity(), None))
 
 
 def _hookable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that are called and take hooks: no compiled ones, none that a graph took in."""
+    """Modules that run hooks: not compiled, and not inlined into a graph."""
     taken: set[str] = set()
     for path, module in model.named_modules():
         taken.update(f"{path}.{name}" if path else name for name in uncalled_in(innermost(module)))
@@ -70,7 +70,7 @@ def _hookable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[Run]:
-    """Note what every module call takes, gives and sends back while the block runs."""
+    """Record inputs, outputs and gradients of every module call within the block."""
     run = Run()
     counts: dict[str, int] = {}
     open_calls = [run.root]
@@ -116,7 +116,7 @@ def recorded(model: nn.Module) -> Iterator[Run]:
 
 
 def _enter(call: Call, tensor: Tensor) -> Tensor:
-    """An input seen by this call alone, so that its gradient is what the call sends back."""
+    """Copy of an input for this call alone, so that its gradient is the call's own."""
     if not tensor.is_floating_point():
         return tensor
     number = len(call.inputs)
@@ -130,7 +130,7 @@ def _enter(call: Call, tensor: Tensor) -> Tensor:
 
 @contextmanager
 def shapes_noted(model: nn.Module) -> Iterator[dict[str, list[tuple[int, ...]]]]:
-    """Shapes of what every module gives in its first call, in the order that these ended."""
+    """Record output shapes of every module's first call, in the order in which the calls ended."""
     found: dict[str, list[tuple[int, ...]]] = {}
 
     def note(path: str) -> Callable[..., None]:
@@ -147,7 +147,7 @@ def shapes_noted(model: nn.Module) -> Iterator[dict[str, list[tuple[int, ...]]]]
 
 
 def amount(error: float, limit: float, mine: Tensor, target: Tensor) -> str:
-    """By how much a tensor differs, behind the name of where it does."""
+    """Describe how much a tensor differs; continues a sentence."""
     if mine.shape != target.shape:
         return f": its shape is {tuple(mine.shape)}, the original's {tuple(target.shape)}"
     if math.isinf(error) and target.is_floating_point():
@@ -159,7 +159,7 @@ def amount(error: float, limit: float, mine: Tensor, target: Tensor) -> str:
 class Comparison:
     """Compares two recorded runs; every method is a collective of all ranks.
 
-    ``any_rank`` tells whether a condition holds on any rank, ``largest`` the ranks' largest number.
+    ``any_rank`` returns True if a condition holds on any rank, ``largest`` the maximum over ranks.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Comparison:
         self.world_size = dist.get_world_size(group) if group is not None else 1
 
     def output(self) -> tuple[Call, str, str] | None:
-        """The call whose module computes other outputs, by how much, and the call that shows it."""
+        """The call at fault for a different output, the amount, and the path where it shows."""
         new: list[Call] = []
         for call in self.given.calls:
             target = self.expected.get(call.key)
@@ -193,7 +193,7 @@ class Comparison:
     def _cause(
         self, call: Call, target: Call, found: str, new: Sequence[Call]
     ) -> tuple[Call, str, str]:
-        """A module that was put in, or the parent where it computes something else from parts."""
+        """The call at fault: a new module, or the parent if its own operations differ."""
         is_new = not isinstance(innermost(call.module), type(innermost(target.module)))
         inside = [] if is_new else [each for each in new if _is_part(each, call)]
         pairs = zip(call.inputs, target.inputs, strict=False)
@@ -208,7 +208,7 @@ class Comparison:
         return call, found, call.path
 
     def gradient(self) -> tuple[Call, str] | None:
-        """The innermost call that gets the right gradient and sends back another."""
+        """The innermost call with a correct output gradient and a wrong input gradient."""
         current, found = self.given.root, ""
         while True:
             cut = [call for call in current.parts if self._is_cut_off(call)]
@@ -217,7 +217,7 @@ class Comparison:
                 continue
             senders = self._senders(current)
             sharded = {call.path for call, _ in senders if shards_of(innermost(call.module))}
-            # Shards of one region send back summands of its gradient.
+            # Shards of one region each return a summand of its gradient.
             if not senders or (current.parent is not None and len(sharded) > 1):
                 break
             current, found = senders[-1]
@@ -226,17 +226,17 @@ class Comparison:
         return None if current is self.given.root else (current, found)
 
     def _is_cut_off(self, call: Call) -> bool:
-        """Return whether its output needs no gradient where the original's does."""
+        """Return True if the output requires no gradient, unlike the original's."""
         target = self.expected.get(call.key)
         has = target is not None and target.gradient is not None
         return self.any_rank(has and call.gradient is None and not call.needs_gradient)
 
     def _senders(self, parent: Call) -> list[tuple[Call, str]]:
-        """Parts of a call that get the right gradient and send back a wrong one."""
+        """Nested calls with a correct output gradient and a wrong input gradient."""
         found: list[tuple[Call, str]] = []
         for call in parent.parts:
             target = self.expected.get(call.key)
-            if target is None or not target.sent:  # a new one, or of inputs without gradients
+            if target is None or not target.sent:  # a new module, or inputs without gradients
                 found.extend(self._senders(call))
             elif not self._compare(call, call.gradient, target.gradient):
                 count = min(len(call.inputs), len(target.inputs))
@@ -247,7 +247,7 @@ class Comparison:
         return found
 
     def _compare(self, call: Call, mine: Tensor | None, target: Tensor | None) -> str:
-        """By how much a tensor of a call differs; empty if it does not, or that is not known."""
+        """Describe how much a tensor of a call differs; empty if equal or unknown."""
         placement = layout_of(innermost(call.module)).output
         partial = mine is call.output and placement is not None and placement.kind == "partial"
         whole = None if mine is None or target is None or partial else mine
@@ -267,7 +267,7 @@ class Comparison:
         return amount(self.largest(error), limit, whole, target)
 
     def _cut(self, module: nn.Module, tensor: Tensor, target: Tensor) -> ShardSpec | None:
-        """How the whole is cut in slices such as that of this rank; None where that is unclear."""
+        """Spec of the slice that this rank holds of `target`; None if ambiguous."""
         pairs = zip(tensor.shape, target.shape, strict=False)
         axes = [axis for axis, (mine, whole) in enumerate(pairs) if mine != whole]
         if tensor.dim() != target.dim() or len(axes) != 1:

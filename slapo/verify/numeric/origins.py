@@ -1,4 +1,4 @@
-"""Tensors of a scheduled model, by those of a copy from before that they are made of."""
+"""Mapping from tensors of a scheduled model to tensors of a copy made before."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from slapo.weights.slots import Slot, compiled_parameters, slots
 
 
 class Origins:
-    """The tensors of a model by the names that a copy has from before it was scheduled.
+    """Tensors of a scheduled model by the names in a copy made before scheduling.
 
-    Both are made of the tensors of the model as it was first scheduled, boxes of which lead from
-    one to the other. A tensor that its author gave values is that of its name in the copy.
+    Both derive from the model as it was first scheduled, and boxes of its tensors link the two. A
+    tensor with values set by its author corresponds to the tensor of the same name in the copy.
     """
 
     def __init__(self, sch: Schedule, reference: nn.Module) -> None:
         self._sch = sch
         self.original_names = {slot.name for slot in slots(reference)}
-        self._kept = [p.tensor for p in slots(sch.mod)]  # so that ids stay theirs
+        self._kept = [p.tensor for p in slots(sch.mod)]  # keeps their ids valid
         self._names = {id(p.tensor): p.name for p in slots(sch.mod)}
-        #: tensor of the first model -> box of it -> where that is in the copy
+        #: tensor of the first model -> box of it -> its place in the copy
         self._places: dict[str, dict[Box, tuple[str, Piece]]] = {}
         for slot in slots(sch.mod):
             origin = origin_at(slot.owner, slot.leaf)
@@ -38,7 +38,7 @@ class Origins:
                     places.setdefault(piece.source, (slot.name, piece))
 
     def parts_of(self, slot: Slot) -> list[str]:
-        """The tensors of the copy that one is made of; none for a new one."""
+        """The tensors of the copy that a tensor derives from; empty for a new tensor."""
         found = self._parts(slot)
         if found is None:
             name = self.original_name(slot)
@@ -46,12 +46,12 @@ class Origins:
         return found
 
     def is_kept(self, slot: Slot) -> bool:
-        """Return whether it is the tensor of before, or one of its name by other means."""
+        """Return True for the tensor from before, or one matched by name only."""
         is_made = self._parts(slot) is not None
         return not is_made or self._names.get(id(slot.tensor)) == slot.name
 
     def value(self, slot: Slot, full: Mapping[str, Tensor]) -> Tensor | None:
-        """The full value of a tensor, from those of the copy; None if they have none for it."""
+        """Full value of a tensor from the copy's values, or None."""
         origin = origin_at(slot.owner, slot.leaf)
         if origin is not None and self._parts(slot) is not None:
             value = origin.read(lambda leaf, box: self._read(leaf, box, full))
@@ -80,22 +80,22 @@ class Origins:
         return found
 
     def names_by_tensor(self) -> dict[int, str]:
-        """Identity of a tensor on entry -> its name."""
+        """Id of a tensor on entry -> its name."""
         return self._names
 
     def compiled_values(self, full: Mapping[str, Tensor]) -> dict[int, Tensor]:
-        """Values of parameters that a fusion took into compiled code, by their identities."""
+        """Values of parameters inside compiled code, by id."""
         params = compiled_parameters(self._sch.mod)
         return {id(p): full[self._names[id(p)]] for p in params.values() if id(p) in self._names}
 
     def original_name(self, slot: Slot) -> str:
-        """The name that a tensor had on entry; a fusion moves parameters to another module."""
+        """The name of a tensor on entry; a fusion moves parameters to another module."""
         if slot.name in self.original_names:
             return slot.name
         return self._names.get(id(slot.tensor), slot.name)
 
     def gradients(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Full gradients of the scheduled model, by the original's names: by the chain rule."""
+        """Full gradients of the scheduled model by the original's names, from the chain rule."""
         grads: dict[Slot | str, Tensor] = {}
         for slot in {id(slot.tensor): slot for slot in slots(self._sch.mod)}.values():
             if isinstance(slot.tensor, nn.Parameter):
@@ -105,7 +105,7 @@ class Origins:
         for param in compiled_parameters(self._sch.mod).values():
             if id(param) in self._names:
                 grads[self._names[id(param)]] = gradient_of(param)
-        # In the precision of the run.
+        # Use the precision of the run.
         dtypes = [grad.dtype for grad in grads.values()]
         leaves = {
             id(t): t.detach().to(reduce(torch.promote_types, dtypes, t.dtype)).requires_grad_()
@@ -121,7 +121,7 @@ class Origins:
         return {name: t.grad for name, t in given.items() if t.grad is not None}
 
     def _parts(self, slot: Slot) -> list[str] | None:
-        """The names in the copy that an origin leads to; None without one, or where it does not."""
+        """Names in the copy that cover a tensor's origin; None if they do not."""
         origin, found = origin_at(slot.owner, slot.leaf), dict[str, None]()
         if origin is None:
             return None

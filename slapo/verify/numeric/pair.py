@@ -1,4 +1,4 @@
-"""The two models of a verification, with what is the same for both of them and on all ranks."""
+"""The two models of a verification, with state common to both models and all ranks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from slapo.verify.numeric.origins import Origins
 from slapo.verify.numeric.rank_sync import RankSync
 from slapo.weights.slots import Slot, slots
 
-#: Relative to a constant that is not zero, and at most so much beside zero.
+#: Noise relative to a nonzero constant, or its largest absolute value for zero.
 _NOISE = 0.1
-#: What is larger stands for infinity.
+#: Constants above this are left alone, as stand-ins for infinity.
 _LARGEST = 1e3
 
 
@@ -34,45 +34,45 @@ class ModelPair:
     sch: Schedule
     #: the copy from entry
     reference: nn.Module
-    #: where the tensors of the scheduled model come from in the copy
+    #: origins of the scheduled model's tensors in the copy
     origins: Origins
     peers: RankSync
     #: length of the history on entry
     start: int
     args: Any = ()
     kwargs: Any = None
-    #: as `Verify` takes them
+    #: arguments of `Verify`
     loss_fn: Callable[[Any], Tensor] | None = None
     rtol: float | None = None
-    #: tensors that both models get, whole, by the original's names
+    #: full tensors for both models, by the original's names
     full: dict[str, Tensor] = field(default_factory=dict)
-    #: this rank's share of them: of the copy, of the scheduled model by its names, and of its
-    #: compiled modules by identity
+    #: this rank's parts: for the copy, for the scheduled model by its names, and for its compiled
+    #: modules by id
     original: dict[str, Tensor] = field(default_factory=dict)
     values: dict[str, Tensor] = field(default_factory=dict)
     compiled: dict[int, Tensor] = field(default_factory=dict)
 
     def load(self, device: torch.device) -> None:
-        """Values for both sides, of which the constant ones get noise."""
+        """Set the values for both models; constant tensors get noise."""
         full = _perturbed(self.reference, full_tensors(self.reference, self.sch.group))
         self.full, self.original = full, local_tensors(self.reference, full)
         self.values = self.origins.values(self.full, device)
         self.compiled = self.origins.compiled_values(self.full)
 
     def records(self) -> list[Record]:
-        """Primitives that were applied in the block."""
+        """Primitives applied in the block."""
         return self.sch.history[self.start :]
 
     def of_all_ranks(self, value: Any) -> list[Any]:
-        """The values of all ranks, in their order."""
+        """The values of all ranks, in rank order."""
         return [value] if self.sch.group is None else gathered(value, self.sch.group)
 
     def any_rank(self, condition: bool) -> bool:
-        """Return whether a condition holds on any rank."""
+        """Return True if a condition holds on any rank."""
         return any(self.of_all_ranks(condition))
 
     def largest(self, value: float) -> float:
-        """The largest of the ranks' values: all of them tell the same."""
+        """Maximum over ranks, so that all ranks report the same."""
         return max(self.of_all_ranks(value))
 
     def first(self, findings: Sequence[Any]) -> list[Any]:
@@ -82,16 +82,16 @@ class ModelPair:
     def error(
         self, said: str, path: str = "", suspect: str = "", further: str = "", advice: str = ""
     ) -> VerificationError:
-        """The error for what is wrong, with what was applied there in the block."""
+        """Error with the primitives that were applied there in the block."""
         finding = Finding(said, path, suspect, None, advice, further)
         return finding.error(VerificationError, "Verify", self.sch, self.records())
 
 
 def _perturbed(model: nn.Module, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Full tensors by name, the constant ones with noise.
+    """Full tensors by name; constant ones with noise.
 
-    A bias of zeros hides that it is added twice, norms of ones that two were swapped, a projection
-    of zeros whatever stands before it. No schedule may rely on such values: training changes them.
+    A zero bias hides that it is added twice, norms of ones hide a swap, a zero projection hides
+    everything before it. No schedule may rely on such values: training changes them.
     """
     found: dict[str, Tensor] = {}
     made: dict[int, Tensor] = {}
@@ -107,7 +107,7 @@ def _perturbed(model: nn.Module, full: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def _is_free(slot: Slot) -> bool:
-    """Return whether a tensor may take other values: parameters, and statistics of batches.
+    """Return True for parameters and batch statistics, which may take other values.
 
     Other buffers are masks and positions.
     """
@@ -129,6 +129,6 @@ def _noise(value: Tensor, name: str) -> Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     drawn = torch.rand(value.shape, generator=generator, dtype=torch.float32) * 2 - 1
     constant = abs(float(value.flatten()[0]))
-    # Of a matrix, so much that its product with a vector stays of the vector's size.
+    # For a matrix, the noise is so small that its product with a vector keeps the vector's scale.
     at_zero = _NOISE if value.dim() < 2 else min(_NOISE, value[0].numel() ** -0.5)
     return (drawn * (constant * _NOISE or at_zero)).to(value.device, value.dtype)

@@ -1,4 +1,4 @@
-"""Wider dtypes for both models, where rounding is below any mistake; tolerances elsewhere."""
+"""Wider dtypes for both models, so that rounding stays below real faults; else tolerances."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-#: Largest difference allowed, relative to the largest value: rounding that another order of
-#: summation explains, some hundred times the spacing of float32 numbers.
+#: Largest allowed difference relative to the largest value. It covers rounding from another order
+#: of summation, over a hundred times the spacing of float32.
 RTOL = {
     torch.float64: 1e-9,
     torch.float32: 2e-5,
@@ -21,10 +21,11 @@ RTOL = {
     torch.bfloat16: 3e-2,
 }
 
-#: Modules with parameters that a tolerance is meant for; of more, rounding adds up as chance does.
+#: Number of parametrized modules that a tolerance covers; beyond it, rounding grows like a random
+#: walk.
 _SHALLOW = 10
 
-#: What modules say that do not take float64.
+#: Matches errors of modules that do not support float64.
 _REFUSAL = re.compile(
     r"dtype|double|float64|float32|scalar type|not implemented|not support|unsupported", re.I
 )
@@ -37,12 +38,12 @@ _CONVERSIONS = {
 
 
 def refuses(error: BaseException) -> bool:
-    """Return whether an error, or what it explains, is about dtypes."""
+    """Return True if an error, or its cause, is about dtypes."""
     return bool(_REFUSAL.search(str(error.__cause__ or error)))
 
 
 def rtol_for(dtype: torch.dtype, model: nn.Module) -> float:
-    """The tolerance for a model that computes in a dtype; 0 for integers."""
+    """Tolerance for a model that computes in a dtype; 0 for integers."""
     base = RTOL.get(dtype, 0.0)
     if dtype == torch.float64:
         return base
@@ -51,12 +52,12 @@ def rtol_for(dtype: torch.dtype, model: nn.Module) -> float:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether parts of a model are TorchScript."""
+    """Return True if parts of a model are TorchScript."""
     return any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
 
 
 def wider(*models: nn.Module) -> list[torch.dtype | None]:
-    """Dtypes to run models in, the best first, their own last.
+    """Dtypes to run models in, best first; the last one, None, is the model's own.
 
     Compiled code keeps the dtypes that it was compiled for.
     """
@@ -67,10 +68,10 @@ def wider(*models: nn.Module) -> list[torch.dtype | None]:
 
 
 class Widened(TorchFunctionMode):
-    """While it is entered, what asks for float32 or a dtype of the model gets a wider one.
+    """Gives requests for float32 or the model's dtypes a wider dtype while active.
 
-    Norms and rotary embeddings compute in float32 whatever the model's dtype is: their rounding
-    would hide as much as that of a float32 model.
+    Norms and rotary embeddings compute in float32 for any dtype of the model. Their rounding would
+    hide as much as that of a float32 model.
     """
 
     def __init__(self, wide: torch.dtype, dtypes: Collection[torch.dtype]) -> None:
@@ -105,7 +106,7 @@ class Widened(TorchFunctionMode):
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Tensors made without a dtype get this one."""
+    """Set the default dtype of new tensors within the block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,12 +1,12 @@
-"""The runs of a verification, and what each of them shows.
+"""The runs of a verification, and the checks of each run.
 
-1. Forward, in the model's own dtype and in train mode, without chance: whether the scheduled model
-   runs as it is, gives the same kinds and dtypes, and drops with the same probabilities.
-2. Forward and backward in float64: all numbers. In train mode where it computes something else than
-   eval mode does, as with statistics of batches; else in eval mode.
-3. Forward in the other mode where the two differ.
+1. Forward in the model's own dtype and in train mode, without randomness: the scheduled model must
+   run as it is, return the same types and dtypes, and drop with the same probabilities.
+2. Forward and backward in float64: compares all values. In train mode if it computes something else
+   than eval mode, as with batch statistics; otherwise in eval mode.
+3. Forward in the other mode if the two differ.
 
-What refuses float64 is compared in float32, or in its own dtype.
+Models that do not support float64 are compared in float32, or in their own dtype.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from slapo.verify.numeric.precision import wider
 from slapo.verify.numeric.randomness import DropoutRecorder
 from slapo.verify.numeric.run import PairedRun, Refused, RunMode
 
-#: Outputs of the two modes that are further apart, relative to their scale, come of more than
-#: rounding.
+#: Relative difference between outputs of the two modes that exceeds rounding.
 _OTHER_MODE = 1e-2
 
 logger = get_logger()
@@ -42,7 +41,7 @@ logger = get_logger()
 
 @dataclass(frozen=True)
 class _Plain:
-    """The first run: the original's output, and what both drop; None in eval mode."""
+    """The first run: the original's output, and the dropouts of both models; None in eval mode."""
 
     trial: PairedRun
     wanted: Any
@@ -53,7 +52,7 @@ def compare_all(sides: ModelPair, eval_mode: bool) -> None:
     """Make the runs."""
     plain = _run_plainly(sides, eval_mode)
     if not eval_mode:
-        _compare_drops(plain)  # first: masks of other probabilities are other numbers
+        _compare_drops(plain)  # first: masks of other probabilities give other values
         _compare_numbers(sides, RunMode(training=True))
         return
     if plain.drops is not None and plain.drops[1].differs:
@@ -73,8 +72,8 @@ def _compare_drops(plain: _Plain) -> None:
 
 
 def _run_plainly(sides: ModelPair, eval_mode: bool) -> _Plain:
-    """The first run, in eval mode where there is no other for this model."""
-    # A graph of a model in eval mode may hold for that alone.
+    """Make the first run, in eval mode if train mode fails for this model."""
+    # A graph traced in eval mode may be valid for eval mode only.
     may_refuse = eval_mode and not sides.any_rank(sides.sch.mod.training)
     try:
         return _plain_in(sides, True, may_refuse, eval_mode)
@@ -99,7 +98,7 @@ def _plain_in(sides: ModelPair, training: bool, may_refuse: bool, original_may: 
 
 
 def _compare_numbers(sides: ModelPair, way: RunMode) -> Any:
-    """One comparison of numbers, as precise as may be; returns the original's output."""
+    """Compare values as precisely as possible; return the original's output."""
     *wide, own = wider(sides.reference, sides.sch.mod)
     for dtype in wide:
         try:
@@ -113,7 +112,7 @@ def _numbers(sides: ModelPair, way: RunMode) -> Any:
     trial, may_refuse = PairedRun(sides, way), way.wide is not None
     with ExitStack() as stack:
         with trial.attempt(whatever=True) if may_refuse else nullcontext():
-            stack.enter_context(trial.prepared())  # for which there may be no room
+            stack.enter_context(trial.prepared())  # may run out of memory
             wanted = trial.run_original()
             given = trial.run_scheduled()
         sides.peers.meet("numbers")
@@ -129,7 +128,7 @@ def _numbers(sides: ModelPair, way: RunMode) -> Any:
 
 
 def _are_apart(own: Any, double: Any) -> bool:
-    """Return whether outputs of train and eval mode differ by more than rounding."""
+    """Return True if outputs of train and eval mode differ by more than rounding."""
     others = dict(tensors_in(double))
     for name, tensor in tensors_in(own):
         if tensor.dtype not in (torch.float32, torch.float64) or name not in others:

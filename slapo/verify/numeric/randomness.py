@@ -1,8 +1,8 @@
-"""Train mode without chance: what draws random numbers says how, and draws none.
+"""Train mode without randomness: random functions are recorded and made deterministic.
 
-Random masks of slices differ from those of the whole by design, so runs in train mode cannot be
-compared by their masks. They are compared by what they would draw: every dropout tells its
-probability and lets everything through, and other draws give one constant.
+Random masks of slices differ from masks of the full tensor by design, so runs in train mode cannot
+be compared by their masks. They are compared by their requests instead. Every dropout records its
+probability and passes its input through, and other draws return one constant.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from slapo.random import get_rng_tracker
 
-#: Function -> places of its probability and of its flag; None for one that always drops.
+#: Function -> positions of its probability and of its flag; None for one that always drops.
 _DROPS: dict[Any, tuple[tuple[int, str], tuple[int, str, bool] | None]] = {
     F.dropout: ((1, "p"), (2, "training", True)),
     F.dropout1d: ((1, "p"), (2, "training", True)),
@@ -34,10 +34,10 @@ _DROPS: dict[Any, tuple[tuple[int, str], tuple[int, str, bool] | None]] = {
     torch.alpha_dropout: ((1, "p"), (2, "train", True)),
     torch.native_dropout: ((1, "p"), (2, "train", True)),
 }
-#: Probability that a function takes where none is given.
+#: Default probability of functions.
 _DEFAULT = {F.scaled_dot_product_attention: 0.0}
 
-#: Draws -> what they give instead.
+#: Random functions -> their constant result.
 _DRAWS: dict[Any, float] = {
     torch.rand: 0.5,
     torch.rand_like: 0.5,
@@ -56,20 +56,20 @@ _STATISTICS = (F.batch_norm, F.instance_norm)
 
 @dataclass(frozen=True)
 class Drop:
-    """One dropout."""
+    """One call of a dropout function."""
 
     #: its probability
     p: float
-    #: of what it drops
+    #: shape of its input
     shape: tuple[int, ...]
-    #: true if each rank draws numbers of its own
+    #: true if each rank draws its own values
     forked: bool
-    #: the module that was running, if that is noted
+    #: the running module, if recorded
     where: str
 
 
 class DropoutRecorder(TorchFunctionMode):
-    """Lets dropouts through and makes draws constant while it is entered."""
+    """Disables dropout and makes random draws constant while active."""
 
     def __init__(self, place: Callable[[], str] = lambda: "") -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class DropoutRecorder(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _kept_whole(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Note a dropout's probability and take it away."""
+        """Record a dropout's probability and set it to 0."""
         (index, name), flag = _DROPS[func]
         given = args[index] if len(args) > index else kwargs.get(name, _DEFAULT.get(func, 0.5))
         active = True

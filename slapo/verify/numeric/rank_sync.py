@@ -1,10 +1,10 @@
-"""The other ranks of a verification: how far each has come, or why it goes no further.
+"""Progress and failures of the other ranks of a verification.
 
-A rank that fails is missing in the next collective, and the others would wait there until the
-group's timeout. So ranks tell each other through the job's store where they stand, and meet there
-before every collective of the verification, and before those of the schedule while the models run.
-Those that are within a collective of the model's own when a rank fails notice when its process
-ends; what it has told is in their error then.
+A failed rank is missing in the next collective, and the others would wait there until the group's
+timeout. Ranks therefore publish their progress in the job's store. They meet there before every
+collective of the verification, and before the schedule's collectives while the models run. A rank
+inside one of the model's own collectives notices a failure when the failed process ends; its error
+then contains the published message.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from slapo.agreement import FirstFailure, has_peers, is_broken_collective, on_ev
 from slapo.errors import SlapoError, VerificationError
 from slapo.sharding.steps import Step
 
-#: How often these ranks have verified something together: the same on all of them.
+#: Number of joint verifications of these ranks; the same on all of them.
 _TIMES: Counter[tuple[int, ...]] = Counter()
 
 
 class RankSync:
-    """Where the ranks of a group meet; alone, nothing here does anything."""
+    """Meeting point of a group's ranks; does nothing without other ranks."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._store: dist.Store | None = None
@@ -44,7 +44,7 @@ class RankSync:
         self._patience = store.timeout.total_seconds()  # type: ignore[attr-defined]  # torch omits it
 
     def meet(self, step: str) -> None:
-        """Wait until every rank has come to `step`."""
+        """Wait until every rank has reached `step`."""
         if self._store is None:
             return
         self._meetings += 1
@@ -55,7 +55,7 @@ class RankSync:
         every = list(keys.values())
         while not self._store.check(every):
             told = self._told_by_another()
-            if self._store.check(every):  # a rank that fails here has come here first
+            if self._store.check(every):  # a rank that failed after this meeting has reached it
                 break
             if told:
                 raise on_every_rank(VerificationError(f"Verify failed on {told}"))
@@ -83,19 +83,19 @@ class RankSync:
         group: dist.ProcessGroup | None,
         **arguments: Any,
     ) -> Tensor:
-        """Meet before a collective of the model: who has failed would be missing in it."""
+        """Meet before a collective of the model, because a failed rank would be missing in it."""
         if step.communicates and self._store is not None:
             ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
             if tuple(ranks) == self._ranks:
                 shape = list(tensor.shape)
-                if arguments.get("total") is not None:  # of which each rank has another part
+                if arguments.get("total") is not None:  # parts differ in size between ranks
                     shape[arguments["axis"]] = arguments["total"]
                 self.meet(f"{step.name} of {tuple(shape)}")
         return function(tensor, group, **arguments)
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Report a failure within to the other ranks, or explain it by an earlier one of theirs."""
+        """Report a failure to the other ranks, or explain it by an earlier failure of theirs."""
         try:
             yield
         except Exception as error:
@@ -106,7 +106,7 @@ class RankSync:
             raise
 
     def tell(self, error: BaseException) -> None:
-        """Let the others know, unless one has failed before."""
+        """Report an error to the other ranks, unless one has failed before."""
         if self._store is not None:
             self._failure.tell(f"rank {self._rank} with {type(error).__name__}: {error}")
 
@@ -115,7 +115,7 @@ class RankSync:
         return "" if told.startswith(f"rank {self._rank} ") else told
 
     def _raise_for_who_left(self, noticed: Exception) -> None:
-        """A collective broke here: say who has failed."""
+        """Raise an error that names the failed rank, after a collective broke here."""
         try:
             told = self._told_by_another()
         except RuntimeError as gone:

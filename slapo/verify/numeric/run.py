@@ -1,4 +1,4 @@
-"""Both models run in one way: a mode, a precision, with random numbers or without."""
+"""A run of both models in one mode and precision, with or without randomness."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from slapo.wrapper import in_mode
 
 @dataclass(frozen=True)
 class RunMode:
-    """How both models run."""
+    """Settings for a run of both models."""
 
     training: bool
-    #: a dtype for all floating point numbers, wider than the model's; None for its own
+    #: a dtype for all floating point values, wider than the model's; None for the model's own
     wide: torch.dtype | None = None
     #: without random numbers
     quiet: bool = False
@@ -44,11 +44,11 @@ class RunMode:
 
 
 class Refused(Exception):
-    """A way in which some rank's model cannot run; all ranks raise it."""
+    """A mode in which some rank's model cannot run; all ranks raise it."""
 
 
 class PairedRun:
-    """Both models, run in one way."""
+    """Both models with the settings of one run."""
 
     def __init__(self, sides: ModelPair, way: RunMode) -> None:
         self.sides, self.way = sides, way
@@ -58,7 +58,7 @@ class PairedRun:
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """Both models on copies of their tensors, in the mode and the precision."""
+        """Put copies of tensors, the mode and the precision in place for both models."""
         sides, way = self.sides, self.way
         with ExitStack() as stack:
             for model in (sides.reference, sides.sch.mod):
@@ -76,7 +76,7 @@ class PairedRun:
 
     @contextmanager
     def attempt(self, whatever: bool = False) -> Iterator[None]:
-        """Raise `Refused` on all ranks for a failure on any, because of dtypes or `whatever`."""
+        """Raise `Refused` on all ranks if any rank fails because of dtypes, or for any reason."""
         peers, self.peers = self.peers, RankSync(self.sides.sch.group)
         error: Exception | None = None
         try:
@@ -108,14 +108,14 @@ class PairedRun:
     # --- runs --------------------------------------------------------------------------------
     @contextmanager
     def modes(self, quiet: DropoutRecorder | None) -> Iterator[Widened | None]:
-        """The modes that change torch's functions while a model runs, forward or backward."""
+        """Torch function modes that are active while a model runs, forward or backward."""
         dtypes = {t.dtype for t in self.sides.full.values() if t.is_floating_point()}
         widened = Widened(self.way.wide, dtypes) if self.way.wide is not None else None
         with quiet or nullcontext(), widened or nullcontext(), carried_by(self.peers.carry_out):
             yield widened
 
     def run(self, model: nn.Module, quiet: DropoutRecorder | None = None) -> Outcome:
-        """Run on the same inputs and random states each time."""
+        """Run with the same inputs and random states each time."""
         sides, tracker = self.sides, get_rng_tracker()
         quiet = quiet or (DropoutRecorder() if self.way.quiet else None)
         states = tracker.get_states()
@@ -135,7 +135,7 @@ class PairedRun:
             tracker.set_states(states)
 
     def run_original(self, quiet: DropoutRecorder | None = None) -> Outcome:
-        """The copy; its failure is one of the inputs."""
+        """Run the copy; its failure means invalid inputs."""
         reference = self.sides.reference
         try:
             with shapes_noted(reference) as self._shapes:
@@ -150,21 +150,21 @@ class PairedRun:
             ) from error
 
     def run_scheduled(self, quiet: DropoutRecorder | None = None) -> Outcome:
-        """The scheduled model; its failure names the module that was running."""
+        """Run the scheduled model; errors name the module that was running."""
         with shapes_noted(self.sides.sch.mod) as shapes, self._explained("", shapes):
             return self.run(self.sides.sch.mod, quiet)
 
     def backward(self, outcome: Outcome) -> None:
         """Run the backward of either model, from the user's loss or from all outputs."""
         loss_fn = self.sides.loss_fn
-        loss = None if loss_fn is not None else weighed(outcome.output)  # which draws numbers
+        loss = None if loss_fn is not None else weighed(outcome.output)  # it draws numbers
         with self.modes(DropoutRecorder() if self.way.quiet else None):
             loss = loss_fn(outcome.output) if loss_fn is not None else loss
             if loss is not None:
                 _run_backward(loss)
 
     def backward_scheduled(self, outcome: Outcome) -> None:
-        """Run the backward of the scheduled model; a failure names the module."""
+        """Run the backward of the scheduled model; errors name the module."""
         with self._explained("the backward pass of "):
             self.backward(outcome)
 
@@ -172,13 +172,13 @@ class PairedRun:
     def _explained(
         self, what: str, shapes: Mapping[str, list[tuple[int, ...]]] = MappingProxyType({})
     ) -> Iterator[None]:
-        """Name the module in which the block fails, and what was applied there."""
+        """Add to errors of the block the failing module and the primitives applied there."""
         sides = self.sides
         try:
             yield
         except Exception as error:
             if is_broken_collective(error) or is_on_every_rank(error):
-                raise  # the fault is another rank's
+                raise  # another rank is at fault
             path = running_in(error, sides.sch.mod) or ""
             module = sides.sch.mod.get_submodule(path)
             where = f" in {path!r} ({type(module).__name__})" if path else ""
@@ -191,7 +191,7 @@ class PairedRun:
             ) from error
 
     def _other_shape_in(self, path: str, shapes: Mapping[str, list[tuple[int, ...]]]) -> str | None:
-        """The last part of a module that ran before it failed, if its output has another shape."""
+        """The last submodule that ran before the failure, if its output shape is wrong."""
         last = next((p for p in reversed(list(shapes)) if p != path and contains(path, p)), None)
         wrong = last is not None and self._shapes.get(last, shapes[last]) != shapes[last]
         return last if wrong else None
@@ -204,7 +204,7 @@ class PairedRun:
 
     # --- tolerances --------------------------------------------------------------------------
     def rtol(self, tensor: Tensor) -> float:
-        """The largest difference allowed, relative to the largest value of a tensor."""
+        """The largest allowed difference, relative to the largest value of a tensor."""
         if self.sides.rtol is not None:
             return self.sides.rtol
         dtypes = [tensor.dtype, *(self._narrow if tensor.dtype in RTOL else ())]
@@ -212,9 +212,9 @@ class PairedRun:
 
 
 def _run_backward(loss: Tensor) -> None:
-    """``loss.backward()``, which runs without the modes of its caller.
+    """``loss.backward()`` that keeps the caller's torch function modes active.
 
-    Checkpoints compute forward again within it.
+    ``Tensor.backward`` disables them, but checkpoints recompute forward passes within it.
     """
     engine: Any = torch.autograd.Variable._execution_engine
     ones = (torch.ones_like(loss),)

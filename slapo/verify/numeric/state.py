@@ -1,7 +1,7 @@
-"""The tensors that will be trained, against those on entry: what the block changed undeclared.
+"""Undeclared changes of the model's tensors within the block.
 
-Numbers are compared on equal weights, so they say nothing of the weights themselves. Here values,
-dtypes, ``requires_grad`` and names are compared, on each rank its own, before anything runs.
+The runs compare both models with equal weights, so they do not check the weights themselves. Here
+each rank compares its values, dtypes, ``requires_grad`` and names before anything runs.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from slapo.wrapper import innermost
 
 
 class Change(NamedTuple):
-    """One tensor that is not what it was."""
+    """One changed tensor."""
 
-    #: in the scheduled model; of a parameter that is gone, in the original
+    #: name in the scheduled model; for a removed parameter, in the original
     name: str
-    #: what has changed, to be read behind the name
+    #: the change, as a predicate of the name
     what: str
-    #: what to do
+    #: the fix
     advice: str
 
 
 def finding_of(found: Sequence[Change]) -> Finding:
-    """The first of them in a sentence, with those that changed in the same way."""
+    """Describe the first change, and list the others of the same kind."""
     name, what, advice = found[0]
     alike = [other.name for other in found if other.advice == advice][1:]
     shown = ", ".join(map(repr, alike[:4])) + (", ..." if alike[4:] else "")
@@ -43,7 +43,7 @@ def finding_of(found: Sequence[Change]) -> Finding:
 
 
 def changes(sch: Schedule, reference: nn.Module, origins: Origins) -> list[Change]:
-    """Undeclared differences of a scheduled model from the copy of entry, the gravest first."""
+    """Undeclared differences between a scheduled model and the copy, most severe first."""
     before = {slot.name: slot for slot in slots(reference)}
     now = slots(sch.mod)
     found = [*_gone(sch.mod, before, origins), *_new(now, origins), *_untied(now, before, origins)]
@@ -62,7 +62,7 @@ def _packed(
 
 
 def _gone(model: nn.Module, before: dict[str, Slot], origins: Origins) -> Iterator[Change]:
-    """Parameters of the original that nothing here comes from."""
+    """Parameters of the original without a counterpart."""
     names = origins.names_by_tensor()
     accounted: set[str] = set()
     for slot in slots(model):
@@ -93,7 +93,6 @@ def _holder(model: nn.Module, name: str) -> str:
 
 
 def _new(now: Sequence[Slot], origins: Origins) -> Iterator[Change]:
-    """Parameters that the original does not have."""
     for slot in now:
         if isinstance(slot.tensor, nn.Parameter) and not origins.parts_of(slot):
             owner = type(slot.owner).__name__
@@ -106,7 +105,7 @@ def _new(now: Sequence[Slot], origins: Origins) -> Iterator[Change]:
 
 
 def _untied(now: Sequence[Slot], before: dict[str, Slot], origins: Origins) -> Iterator[Change]:
-    """Names that led to one parameter and lead to several, or the other way round."""
+    """Ties that the block broke or created."""
     tensors: dict[int, tuple[Slot, str]] = {}
     first: dict[int, Slot] = {}
     for slot in now:
@@ -133,7 +132,7 @@ def _untied(now: Sequence[Slot], before: dict[str, Slot], origins: Origins) -> I
 def _changed(
     slot: Slot, parts: Sequence[Slot], pack: Callable[[list[Tensor]], Tensor | None] | None
 ) -> Iterator[Change]:
-    """One tensor against what it was, or against what it is made of."""
+    """Differences between a tensor and the tensors that it is made of."""
     mine, theirs = slot.tensor, [part.tensor for part in parts]
     kind, *kinds = (
         "parameter" if isinstance(t, nn.Parameter) else "buffer" for t in (mine, *theirs)
@@ -193,7 +192,7 @@ def _persistent(slot: Slot) -> bool:
 
 
 def check_replicas(model: nn.Module, group: torch.distributed.ProcessGroup | None) -> None:
-    """Refuse, on every rank, an original of which ranks hold different values."""
+    """Raise on every rank if ranks hold different values of the original."""
     if group is None or not has_peers(group):
         return
     mine = {

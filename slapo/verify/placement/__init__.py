@@ -1,4 +1,4 @@
-"""Proof before training that a tensor-parallel schedule puts every tensor where it belongs."""
+"""Placement check of tensor-parallel schedules, before training."""
 
 from slapo.errors import PlacementError
 from slapo.verify.placement.rules import register_place_rule

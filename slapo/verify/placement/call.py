@@ -23,17 +23,17 @@ from slapo.verify.placement.place import (
 
 @dataclass
 class OperationCall:
-    """One call of an operation, as rules of all kinds see it."""
+    """One call of an operation, for rules of all kinds."""
 
     #: the operation
     func: Any
-    #: its name without the overload; that of another namespace than ``aten`` in front, as in
-    #: ``"mylib::gelu"``. In-place operations have the name of the others
+    #: its name without the overload, with the namespace if that is not ``aten``, as in
+    #: ``"mylib::gelu"``. In-place operations have the name of the out-of-place ones
     name: str
-    #: as it was called
+    #: arguments of the call
     args: Sequence[Any]
     kwargs: dict[str, Any]
-    #: tensors among the arguments, in order, and those that it returned
+    #: tensors among the arguments and results, in order
     tensors: list[Tensor]
     outs: list[Tensor]
 
@@ -42,7 +42,7 @@ class OperationCall:
         return argument(self.func, self.args, self.kwargs, name, default)
 
     def dims(self) -> set[int]:
-        """The dimensions that a reduction runs over."""
+        """The dimensions of a reduction."""
         ndim, given = self.tensors[0].ndim, self.get("dim")
         if given is None or given == []:
             return set(range(ndim))
@@ -53,31 +53,31 @@ class OperationCall:
 class Call(OperationCall):
     """One call of an operation that has run on this rank."""
 
-    #: how the tensors among the arguments are laid out
+    #: placements of the argument tensors
     places: list[Place]
-    #: this rank, and how many there are
+    #: this rank, and the number of ranks
     rank: int
     ranks: int
-    #: of a view, the shape of its result where nothing is sharded
+    #: for a view: the shape of its result if nothing is sharded
     shape_in_one_process: tuple[int, ...] | None = None
-    #: true if it draws random numbers of this rank's own, for slices that it will meet
+    #: true if it draws this rank's own random values, to be combined with slices
     draws_own: bool = False
-    #: of a view in the backward pass, how the tensor lay whose gradient its result is
+    #: for a view in the backward pass: placement of the tensor whose gradient it returns
     of_gradient_of: Place | None = None
 
     def place(self, name: str) -> Place | None:
-        """How the tensor of an argument lies; None where there is none."""
+        """The placement of a tensor argument, or None."""
         value = self.get(name)
         pairs = zip(self.tensors, self.places, strict=True)
         return next((place for tensor, place in pairs if tensor is value), None)
 
     def misfit(self, why: str, fault: Fault | None = None) -> PlacementViolation:
-        """An error to raise; what the operation was given is said before."""
+        """An error to raise; the message already lists the operation's inputs."""
         return PlacementViolation(why, fault)
 
 
 def qualified_name(operation: Any) -> str:
-    """The name of an operation, or of one of its overloads, with its namespace."""
+    """The name of an operation or an overload, with its namespace."""
     return str(getattr(operation, "_qualified_op_name", None) or operation.name()).partition(".")[0]
 
 
@@ -99,19 +99,19 @@ def _parameters(func: Any) -> dict[str, tuple[int, Any]]:
     return found
 
 
-#: Placements of torch are taken too.
+#: Placements of torch are accepted too.
 Rule = Callable[[Call], Any]
 
 
 def by_rule(rule: Rule, call: Call) -> list[Place]:
-    """A place for each result, of which a rule may give one for all."""
+    """A placement for each result; a rule may return one for all."""
     found: Any = rule(call)
     several = found if isinstance(found, Sequence) else [found] * len(call.outs)
     return [as_place(each, out.ndim) for each, out in zip(several, call.outs, strict=False)]
 
 
 def as_place(found: Any, ndim: int) -> Place:
-    """A placement of torch as the check knows it."""
+    """Convert a placement of torch."""
     if isinstance(found, Place):
         return found
     if found.is_shard():
@@ -124,7 +124,7 @@ RULES: dict[str, Rule] = {}
 
 
 def rule_for(*names: str) -> Callable[[Rule], Rule]:
-    """Enter a rule of this library for operations of torch."""
+    """Register a rule of the library for operations of torch."""
 
     def enter(rule: Rule) -> Rule:
         RULES.update(dict.fromkeys(names, rule))
@@ -135,17 +135,17 @@ def rule_for(*names: str) -> Callable[[Rule], Rule]:
 
 @functools.cache
 def name_of(func: Any) -> str:
-    """The name that rules have."""
+    """The name under which rules are registered."""
     name = func.overloadpacket.__name__
     base = name[:-1] if name.endswith("_") and not name.endswith("__") else name
     return base if func.namespace == "aten" else f"{func.namespace}::{base}"
 
 
 def independent_along(*dims: int) -> Rule:
-    """A rule: what is sliced along one of these dimensions is computed slice by slice.
+    """Rule for operations that work slice by slice along some dimensions.
 
-    All tensors with as many dimensions as the first result have to be sliced there alike; others
-    have to be whole, or constant.
+    All tensors with as many dimensions as the first result must be sharded alike along one of
+    `dims`. Other tensors must be replicated, or constant.
     """
 
     def rule(call: Call) -> list[Place]:
@@ -170,9 +170,9 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operation; what torch cannot run on fakes gets the shape that it would have."""
+    """Run an operation; compute only the output shape if torch lacks a fake kernel for it."""
     if name_of(func) == "_grouped_mm" and isinstance(args[0], FakeTensor):
-        left, right = args[:2]  # torch's fake takes bfloat16 alone, its kernels others too
+        left, right = args[:2]  # torch's fake kernel takes bfloat16 only, its real one more
         groups = len(args[2]) if len(args) > 2 and args[2] is not None else 0
         middle = [groups] if left.ndim == right.ndim == 2 else []
         lead = [*left.shape[:1]] if left.ndim == right.ndim == 3 else middle

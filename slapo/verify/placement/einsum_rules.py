@@ -1,4 +1,4 @@
-"""Rules of products: matrix products and convolutions, by the letters of their dimensions."""
+"""Rules of products: matrix products and convolutions, as equations of dimensions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fractions import Fraction
 from slapo.verify.placement.call import Call, rule_for
 from slapo.verify.placement.place import PARTIAL_SUM, WHOLE, Fault, Place
 
-#: The two factors' dimensions by letters, as in ``torch.einsum``.
+#: The dimensions of both factors as letters, as in ``torch.einsum``.
 _PRODUCTS = {
     "mm": "mk,kn->mn",
     "addmm": "mk,kn->mn",
@@ -24,7 +24,7 @@ _PRODUCTS = {
 
 @rule_for("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "outer")
 def product(call: Call) -> list[Place]:
-    """Slices of a shared dimension give summands, of another one slices of the result."""
+    """Slices of a contracted dimension give partial sums, others give slices of the result."""
     factors = call.places[-2:]
     result = multiplied(call, _PRODUCTS[call.name], factors[0], factors[1])
     if len(call.places) == 3:
@@ -33,7 +33,7 @@ def product(call: Call) -> list[Place]:
 
 
 def multiplied(call: Call, equation: str, left: Place, right: Place) -> Place:
-    """Where the product of two tensors lies."""
+    """The placement of the product of two tensors."""
     inputs, output = equation.split("->")
     if left.is_partial or right.is_partial:
         if {left.kind, right.kind} == {PARTIAL_SUM.kind, WHOLE.kind}:
@@ -60,12 +60,12 @@ def multiplied(call: Call, equation: str, left: Place, right: Place) -> Place:
 
 
 def _lies_along(letter: str, names: str, place: Place) -> bool:
-    """Return whether a factor is sliced along a letter if it has that, and whole if not."""
+    """Return True if a factor is sharded along a letter that it has, or replicated otherwise."""
     return names[place.dim] == letter if place.is_slice else letter not in names
 
 
 def _check_added(call: Call, result: Place) -> None:
-    """A bias that is added lies as the product does."""
+    """Raise unless an added bias has the placement of the product."""
     bias, place, ndim = call.tensors[0], call.places[0], call.outs[0].ndim
     if place.is_zero:
         return
@@ -81,7 +81,7 @@ def _check_added(call: Call, result: Place) -> None:
 
 @rule_for("_grouped_mm")
 def grouped_product(call: Call) -> list[Place]:
-    """Products of groups of rows, each with a matrix of its own: experts and their tokens."""
+    """Products of row groups, each with its own matrix: experts and their tokens."""
     left, right = call.tensors[:2]
     if not all(place.is_whole for place in call.places[2:]):
         raise call.misfit("the offsets of the groups have to be whole")
@@ -108,7 +108,7 @@ def convolution(call: Call) -> list[Place]:
 
 
 def _convolved(call: Call, x: Place, weight: Place, groups: int, transposed: bool) -> Place:
-    """Input (batch, in, ...), weight (out, in, ...), or (in, out, ...) where it is transposed."""
+    """Input (batch, in, ...); weight (out, in, ...), or (in, out, ...) if transposed."""
     if x.is_slice and x.dim > 1:
         raise call.misfit("it mixes pixels, of which each rank has a slice")
     if _by_groups(x, weight):
@@ -125,18 +125,18 @@ def _convolved(call: Call, x: Place, weight: Place, groups: int, transposed: boo
 
 
 def _by_groups(x: Place, weight: Place) -> bool:
-    """Return whether ranks shard the groups: their channels, and the weights of these alone.
+    """Return True if ranks shard the groups: the channels and the weights' first dimension.
 
-    One group may be left of several. Of a convolution that had one, such weights would be for more
-    channels than the rank has.
+    A rank may hold one of several groups. In a convolution of one group, such weights would need
+    more channels than the rank has.
     """
     return x.is_slice and x.dim == 1 and weight.is_slice and weight.dim == 0
 
 
 def _cut_of_groups(call: Call, at: Sequence[int], dims: Sequence[int]) -> list[Fraction]:
-    """How a rank's channels are cut in blocks, alike in some tensors and along these dimensions.
+    """Relative blocks of a rank's channels, which must be equal in the given tensors.
 
-    Their numbers may differ: of a group there are as many inputs and outputs as there are.
+    Sizes may differ, because a group may have different numbers of inputs and outputs.
     """
     cuts = []
     for index, dim in zip(at, dims, strict=True):
@@ -161,12 +161,12 @@ def convolution_backward(call: Call) -> list[Place]:
         of_x = multiplied_or_whole(call, f"bo,{io}->bi", grad, weight) if mask[0] else WHOLE
         of_weight = multiplied_or_whole(call, f"bo,bi->{io}", grad, x) if mask[1] else WHOLE
         places = [of_x, of_weight, _summed_to_channels(grad)]
-    # Gradients that are not wanted are None.
+    # Unwanted gradients are None.
     return [place for place, wanted in zip(places, mask, strict=True) if wanted]
 
 
 def multiplied_or_whole(call: Call, equation: str, left: Place, right: Place) -> Place:
-    """As `multiplied`; two whole factors give a whole product."""
+    """As `multiplied`; two replicated factors give a replicated product."""
     both = left.is_whole and right.is_whole
     return WHOLE if both else multiplied(call, equation, left, right)
 
@@ -182,7 +182,7 @@ def _grouped_gradients(call: Call) -> list[Place]:
 
 
 def _summed_to_channels(grad: Place) -> Place:
-    """The gradient of a bias: summed over all but the channels."""
+    """Placement of a bias gradient, which sums over all dimensions but the channels."""
     if grad.is_slice:
         return grad.anew(0) if grad.dim == 1 else PARTIAL_SUM
     return grad

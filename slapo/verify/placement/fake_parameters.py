@@ -1,4 +1,4 @@
-"""Tensors to run a model on that stand in for its own: no weights needed, and none touched."""
+"""Stand-ins for a model's tensors: the check needs no weights and changes none."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from slapo.verify.placement.place import WHOLE, Origin, Place, put_place, share_
 from slapo.weights.slots import Slot, compiled_parameters, exchanged, slots
 from slapo.wrapper import innermost
 
-#: Up to this many bytes of weights a model runs on numbers, which take the branches that numbers
-#: take; larger ones run on fakes, which have sizes alone.
+#: Models with up to this many bytes of weights run on real values, and take the branches that
+#: depend on values. Larger ones run on fake tensors.
 REAL_BYTES = 128 * 2**20
 
 
 class FakeParameters:
-    """Makes tensors in place of others, with numbers in them or without.
+    """Creates stand-ins for tensors, real or fake.
 
-    Parameters become of dtype `half`, in which engines compute with copies of them.
+    Parameters get the dtype `half` if it is given, as in engines that compute with copies.
     """
 
     def __init__(self, model: nn.Module, half: torch.dtype | None = None) -> None:
@@ -46,7 +46,7 @@ class FakeParameters:
         return nullcontext() if self.fake is None else self.fake
 
     def like(self, tensor: Tensor, shape: torch.Size) -> Tensor:
-        """A tensor of its type, of another shape perhaps."""
+        """A tensor of the same type, possibly with another shape."""
         device, dtype = self.device if tensor.is_meta else tensor.device, tensor.dtype
         if self._half is not None and isinstance(tensor, nn.Parameter) and dtype.is_floating_point:
             dtype = self._half
@@ -64,7 +64,7 @@ class FakeParameters:
         return numbers.to(device, dtype)
 
     def given(self, tensor: Tensor) -> Tensor:
-        """An input of the user's, to be differentiated where that was asked for."""
+        """A stand-in for a user's input, with the same ``requires_grad``."""
         if self.fake is not None:
             copy = self.like(tensor, tensor.shape)
         elif tensor.is_meta:
@@ -86,7 +86,7 @@ def standing_in(
     group: dist.ProcessGroup | None,
     whole: bool = False,
 ) -> Iterator[dict[str, tuple[Tensor, Place]]]:
-    """Put stand-ins into a model while the block runs."""
+    """Put stand-ins into a model for the duration of the block."""
     named: dict[str, tuple[Tensor, Place]] = {}
 
     def made(slot: Slot) -> Tensor:
@@ -105,7 +105,7 @@ def standing_in(
 
     compiled = compiled_parameters(model)
     gradients = [(param, param.grad) for param in compiled.values()]
-    for name, param in compiled.items():  # which run as they are
+    for name, param in compiled.items():  # these run as they are
         named[name] = param, WHOLE
         put_place(param, WHOLE)
     try:
@@ -118,7 +118,7 @@ def standing_in(
 
 def _place(slot: Slot, name: str) -> Place:
     spec, shape = slot.spec, slot.tensor.shape
-    if spec is None:  # a tensor that its author has sharded has this attribute
+    if spec is None:  # tensors sharded by their author have the attribute orig_shape
         whole = getattr(slot.tensor, "orig_shape", shape)
         axes = [axis for axis, size in enumerate(shape) if size != whole[axis]]
         return sliced(axes[0]) if len(axes) == 1 else WHOLE
@@ -133,7 +133,7 @@ def _place(slot: Slot, name: str) -> Place:
 
 @contextmanager
 def as_before(model: nn.Module, numbers: Numbers) -> Iterator[None]:
-    """Modules and configs with the whole numbers that they had before they were scheduled."""
+    """Restore the sizes that modules and configs had before scheduling, within the block."""
     before: list[tuple[Any, dict[str, Any]]] = [
         (holder, own) for ref, own in numbers if (holder := ref()) is not None
     ]

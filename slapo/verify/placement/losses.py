@@ -1,4 +1,4 @@
-"""Rules of losses over a vocabulary that is sharded over ranks: they communicate by themselves."""
+"""Rules of losses over a sharded vocabulary, which communicate on their own."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from slapo.verify.placement.call import Call
 from slapo.verify.placement.place import PARTIAL_SUM, WHOLE, Place
 from slapo.verify.placement.rules import ASKED_OF_WHOLES, register_place_rule
 
-#: On the context of a function: places of the gradients that its backward gives.
+#: Attribute of a function's context with the placements of its gradients.
 _GRADIENTS = "_slapo_gradient_places"
 
 
 def token_losses(call: Call) -> Place:
-    """Logits sharded along the vocabulary give whole losses; sharded tokens, sharded losses."""
+    """Logits sharded by vocabulary give replicated losses; sharded tokens give sharded losses."""
     ctx, logits, _, start, group, *_ = call.args
     of_logits, of_labels = call.places[:2]
     if has_others(group):
@@ -32,7 +32,7 @@ def token_losses(call: Call) -> Place:
 
 
 def linear_loss(call: Call) -> Place:
-    """A weight sharded by rows gives a whole loss, and a partial gradient of the hidden states."""
+    """A row-sharded weight gives a replicated loss and a partial gradient of the hidden states."""
     ctx, _, weight, _, _, settings = call.args
     of_hidden, of_weight, *of_bias, of_labels = call.places
     if not has_others(settings.group):
@@ -58,7 +58,7 @@ def linear_loss(call: Call) -> Place:
 
 
 def gradients(call: Call) -> Sequence[Place]:
-    """As the operands lie; a gradient that is a partial sum gives partial sums of wholes."""
+    """Placements of the operands; a partial gradient of the loss gives partial gradients."""
     ctx, of_grad = call.args[0], call.places[0]
     known: list[Place] = getattr(ctx, _GRADIENTS)
     found = [place for place, wanted in zip(known, ctx.needs_input_grad, strict=False) if wanted]
@@ -72,7 +72,7 @@ def gradients(call: Call) -> Sequence[Place]:
 
 
 def _by_tokens(call: Call, place: Place, of_labels: Place, vocabulary: int) -> Place:
-    """Where losses lie of which each rank computes those of its tokens, with no other's help."""
+    """Placement of losses that each rank computes alone, for its own tokens."""
     if place.is_partial:
         raise call.misfit("a cross entropy is not linear, and its input is a partial sum")
     if place.is_slice and place.dim == vocabulary:
@@ -93,7 +93,7 @@ def _check_labels(call: Call, place: Place) -> None:
 
 
 def _check_slice(call: Call, what: str, place: Place, dim: int) -> None:
-    """The ranks' parts, one behind the other, are the vocabulary."""
+    """Raise unless the ranks' parts in rank order form the vocabulary."""
     if place.is_plain:
         raise call.misfit(
             f"{what}: whole on every rank, and would be added up over the group as if each rank "
@@ -104,7 +104,7 @@ def _check_slice(call: Call, what: str, place: Place, dim: int) -> None:
 
 
 def _check_start(call: Call, place: Place, own: int, start: int | Tensor) -> None:
-    if isinstance(start, Tensor):  # the ranks told each other
+    if isinstance(start, Tensor):  # the ranks exchanged their sizes
         return
     whole = place.whole_size(own, call.ranks)
     first, _ = share_of(whole, call.rank, call.ranks)
@@ -116,5 +116,5 @@ def _check_start(call: Call, place: Place, own: int, start: int | Tensor) -> Non
 
 register_place_rule(TokenLosses, token_losses, backward=gradients)
 register_place_rule(LinearLoss, linear_loss, backward=gradients)
-# Whole logits are wrong where a group is said to have other columns.
+# A replicated tensor is wrong if a group is given for the other columns.
 ASKED_OF_WHOLES.update((TokenLosses, LinearLoss))

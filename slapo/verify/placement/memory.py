@@ -1,4 +1,4 @@
-"""Places of tensors that share memory: what `as_strided` takes of one, what a write to one leaves.
+"""Placements of tensors that share memory: `as_strided`, and writes through views.
 
 Autograd turns the gradient of a write through a view into both.
 """
@@ -14,7 +14,7 @@ from slapo.verify.placement.view_rules import fitting
 
 @rule_for("as_strided")
 def as_strided(call: Call) -> list[Place]:
-    """Keep a shard along a dimension of the same stride, or of all memory in another shape."""
+    """Keep a shard along a dimension of the same stride, or of the same memory in another shape."""
     place = through_memory(call.places[0], call.tensors[0], call.outs[0])
     if place is None:
         raise call.misfit("no rule follows a slice through these strides")
@@ -22,7 +22,7 @@ def as_strided(call: Call) -> list[Place]:
 
 
 def through_memory(place: Place, known: Tensor, other: Tensor) -> Place | None:
-    """How a tensor lies, by the place of another one that has the same memory; None if unclear."""
+    """Placement of a tensor, from another tensor of the same memory; None if unclear."""
     if place.order:
         return None
     if not place.is_slice:
@@ -41,6 +41,6 @@ def through_memory(place: Place, known: Tensor, other: Tensor) -> Place | None:
 
 
 def _keeps_to(tensor: Tensor, dim: int, size: int, stride: int) -> bool:
-    """Return whether steps along a dimension stay at one index of a sliced one."""
+    """Return True if steps along a dimension stay within one index of the sliced dimension."""
     step, count = tensor.stride(dim), tensor.shape[dim]
     return count == 1 or step % (size * stride) == 0 or step * (count - 1) < stride

@@ -1,4 +1,4 @@
-"""A dispatch mode that follows the places of tensors through every operation."""
+"""A dispatch mode that follows placements through every operation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slapo.random import get_rng_tracker
 from slapo.sharding.groups import group_rank, group_size, share_of
 from slapo.sharding.steps import SHARE, SUM_SHARED, Step
 
-# Rules enter the registry when they are imported: also those of products and of images.
+# Imports register rules, including those of products and spatial operations.
 from slapo.verify.placement import einsum_rules as einsum_rules
 from slapo.verify.placement import row_order
 from slapo.verify.placement import spatial_rules as spatial_rules
@@ -54,7 +54,7 @@ from slapo.verify.placement.view_rules import VIEWS
 
 
 class PlaceMode(OperationLog):
-    """Give every tensor a place, and stop at the first operation that misfits."""
+    """Assign a placement to every tensor, and stop at the first invalid operation."""
 
     def __init__(
         self, model: nn.Module, group: dist.ProcessGroup | None, alone: OperationLog
@@ -62,19 +62,19 @@ class PlaceMode(OperationLog):
         super().__init__(model)
         self.group = group
         self.rank, self.ranks = group_rank(group), group_size(group)
-        #: operations so far
+        #: number of operations so far
         self.calls = 0
-        #: module -> shapes that its views have in one process, in order
+        #: module -> shapes of its views in one process, in order
         self._views: defaultdict[str, deque[Shape]] = defaultdict(deque)
         for each in alone.operations:
             self._views[each.path] += (part[2] for part in each.parts if part[0] in VIEWS)
-        #: memory -> tensors there that are known to be constant
+        #: memory -> its tensors that are known to be constant
         self._constants: dict[int, list[weakref.ref[Tensor]]] = {}
-        #: autograd's number of a view -> how its input is laid out
+        #: autograd's sequence number of a view -> placement of its input
         self._places_of_views: dict[int, Place] = {}
 
     def operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run the operation, and say where its results lie."""
+        """Run the operation, and set the placements of its results."""
         self.calls += 1
         tensors = tensors_in((args, kwargs))
         places = [place_of(tensor) for tensor in tensors]
@@ -97,9 +97,8 @@ class PlaceMode(OperationLog):
         self.note(func, args, kwargs, out, self._whole_shape, on_one)
         return out
 
-    # --- places ------------------------------------------------------------------------------
+    # --- placements --------------------------------------------------------------------------
     def _settle(self, call: Call) -> None:
-        """Places of the results."""
         try:
             if call.name == "_local_scalar_dense" and not call.places[0].is_whole:
                 raise PlacementViolation("a Python number is read from what differs between ranks")
@@ -116,13 +115,13 @@ class PlaceMode(OperationLog):
                 self._constants.setdefault(_memory(out), []).append(weakref.ref(out))
 
     def _forget_constants(self, written: Tensor) -> None:
-        """Forget that tensors in the memory of a written one are constant."""
+        """Drop the constant mark of tensors in the memory of a written tensor."""
         for tensor in self._constants_at(_memory(written)):
             put_place(tensor, replace(place_of(tensor), uniform=frozenset(), is_zero=False))
         self._constants.pop(_memory(written), None)
 
     def born(self, call: Call, place: Place) -> Place:
-        """With where it came to be; of what is whole, with the last step that made it so."""
+        """Add the origin of a placement; a replicated tensor keeps its latest origin."""
         if place.birth is not None or place.kind == MASKED:
             return place
         births = [p.birth for p in call.places if p.kind == place.kind and p.birth is not None]
@@ -138,12 +137,12 @@ class PlaceMode(OperationLog):
         return Origin(operation, path, in_backward, self.calls)
 
     def _owner(self, call: Call) -> str | None:
-        """The module whose parameter is used, where the operation stands in a graph of another."""
+        """Module of a parameter that the graph of another module uses, or None."""
         owners = [p.birth.path for p in call.places if p.birth and p.birth.operation == "shard"]
         return owners[-1] if owners and self.paths.in_graph() else None
 
     def _check_in_place(self, call: Call, found: list[Place]) -> None:
-        """Refuse a change in place under which views that are not followed would be wrong."""
+        """Raise for an in-place write that would invalidate the placements of untracked views."""
         for out, place in zip(call.outs, found, strict=False):
             at = next((i for i, t in enumerate(call.tensors) if t is out), None)
             if at is None or call.places[at].same(place):
@@ -159,7 +158,7 @@ class PlaceMode(OperationLog):
                 self._write_through(out, place, other)
 
     def _write_through(self, written: Tensor, place: Place, other: Tensor) -> None:
-        """A constant tensor lies as what was written into it, by a view."""
+        """Give a constant tensor the placement of a write through one of its views."""
         lies = through_memory(place, written, other)
         if lies is None or not _may_become(place_of(other), lies):
             raise PlacementViolation(
@@ -180,7 +179,7 @@ class PlaceMode(OperationLog):
         wrong: PlacementViolation,
         step: Step | None = None,
     ) -> Stop:
-        """The exception that ends the run."""
+        """Create the exception that ends the run."""
         pairs = zip(tensors, places, strict=True)
         return Stop(wrong, operation, self.paths.now(), pairs, step)
 
@@ -193,12 +192,12 @@ class PlaceMode(OperationLog):
         group: dist.ProcessGroup | None,
         **arguments: Any,
     ) -> Tensor:
-        """A step of tensor parallelism: checked by what it takes, without communication."""
+        """Check a tensor-parallel step against its input, and run it without communication."""
         if not self.is_watching():
             return function(tensor, group, **arguments)
         place, axis = place_of(tensor), arguments.get(step.takes_along)
         total = arguments.get("total")
-        # Steps for masked tokens and for 1/n of a tensor are given no group; a shared slice has one
+        # Steps for masked tokens and for 1/n of a tensor have no group; a shared slice has a group
         # of its own.
         other = step.gives == MASKED or step in (SHARE, SUM_SHARED)
         wrong = None if other else self._other_ranks(group)
@@ -249,7 +248,7 @@ class PlaceMode(OperationLog):
         return ""
 
     def _given_by(self, step: Step, tensor: Tensor, arguments: dict[str, Any]) -> Place:
-        """Where the result of a step lies."""
+        """Placement of the result of a step."""
         if step.gives == "shard":
             axis = arguments[step.gives_along]
             size = tensor.shape[axis]
@@ -264,7 +263,7 @@ class PlaceMode(OperationLog):
         return WHOLE if step.gives == "replicate" else Place(step.gives)
 
     def _alone(self, step: Step, tensor: Tensor, arguments: dict[str, Any]) -> Tensor:
-        """The result's shape, with any values: nothing is communicated."""
+        """A result of the right shape with arbitrary values, without communication."""
         with torch.no_grad():
             result = tensor.clone(memory_format=torch.contiguous_format)
             if step.gives_along:
@@ -279,7 +278,7 @@ class PlaceMode(OperationLog):
             return result
 
     def collective(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """A collective that the model, or a hook of the user's, calls itself."""
+        """Handle a collective that the model, or a user's hook, calls directly."""
         tensors = tensors_in((args, kwargs))
         places = [place_of(tensor) for tensor in tensors]
         group = group_in((*args, *kwargs.values()))
@@ -294,9 +293,10 @@ class PlaceMode(OperationLog):
 
     # --- random numbers and sizes ----------------------------------------------------------------
     def _draws_own(self, call: Call) -> bool:
-        """Return whether it draws this rank's own numbers for what is unknown so far.
+        """Return True if the operation draws this rank's own values for a use not yet known.
 
-        Numbers for slices come from this rank's state, those for wholes from the common one.
+        Values for slices must come from this rank's state, values for replicated tensors from the
+        common one.
         """
         name, places = call.name, call.places
         if name.startswith(ATTENTION) and not call.get("dropout_p"):
@@ -322,21 +322,21 @@ class PlaceMode(OperationLog):
         raise self.stop(name, call.tensors, places, wrong)
 
     def _compare_view(self, call: Call) -> None:
-        """Tell a view its shape in one process, or how its input lay in the forward pass."""
+        """Set a view's one-process shape, or the placement of its input in the forward pass."""
         path, in_backward = self.paths.now()
         if in_backward:
             call.of_gradient_of = self._places_of_views.get(self.paths.number())
             return
-        # A node has its number before it runs; a view that makes none comes behind the last one.
+        # A node has its number before it runs; a view without a node follows the last one.
         self._places_of_views.setdefault(self.paths.number(), call.places[0])
         if call.name in VIEWS:
             call.shape_in_one_process = self._find_in_one_process(call, path)
 
     def _find_in_one_process(self, call: Call, path: str) -> Shape | None:
         own, shapes = tuple(call.outs[0].shape), self._views[path]
-        # Some may be left out here, as where each rank has a head of its own, not a repeated one.
+        # Some views may be missing here, such as the repetition of a head if each rank has its own.
         for _ in range(len(shapes)):
-            shapes.rotate(-1)  # a module that runs again does so again
+            shapes.rotate(-1)  # rotated, because a module may run again with the same views
             pairs = [*zip(shapes[-1], own, strict=False)]
             is_longer = [whole > size for whole, size in pairs if whole != size]
             if len(shapes[-1]) == len(own) and is_longer in ([], [True]):
@@ -345,7 +345,7 @@ class PlaceMode(OperationLog):
 
     def _whole_shape(self, tensor: Tensor) -> Shape:
         place = place_of(tensor)
-        # One head that several ranks hold is repeated for the queries of each by itself.
+        # A head that several ranks hold is repeated on each rank, for that rank's queries only.
         is_one = place.copies > 1 and {*place.blocks_in(tensor.shape[place.dim])} == {1}
         if place.kind == OWN or is_one:
             return (ANY,) * tensor.ndim
@@ -359,27 +359,27 @@ class PlaceMode(OperationLog):
 
 
 def _memory(tensor: Tensor) -> int:
-    """The memory that tensors share which are views of each other."""
+    """Key of the memory that a tensor shares with its views."""
     return tensor.untyped_storage()._cdata
 
 
 def _users(tensor: Tensor) -> int:
-    """How many tensors have its memory, which the storage object here has too."""
+    """Number of tensors with this memory, without the storage object created here."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
 
 
 def _may_become(before: Place, place: Place) -> bool:
-    """Return whether a constant may be written in part with what lies so."""
+    """Return True if a constant may be partly overwritten by a tensor of this placement."""
     return before.is_zero or (place.is_slice and place.dim in before.uniform)
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
-    """Global ranks of a group; None for all of the job, as collectives take it."""
+    """Global ranks of a group; None is the default group, as for collectives."""
     return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
 def _places_of(call: Call) -> list[Place]:
-    """By a rule, where something is not whole."""
+    """Placements of the results; rules apply unless all inputs are replicated."""
     if row_order.is_shuffled(call.places):
         there = _places_of(replace(call, places=row_order.in_order(call.places)))
         return row_order.followed(call, _rule(call), there)
@@ -395,7 +395,7 @@ def _places_of(call: Call) -> list[Place]:
 
 
 def _is_linear(call: Call) -> bool:
-    """Return whether it differentiates a partial gradient, where all else is whole."""
+    """Return True for the derivative of a partial gradient with otherwise replicated inputs."""
     is_derivative = call.name.endswith(("_backward", "_backward_data"))
     return is_derivative and call.places[0].is_partial and others_whole(call.places)
 

@@ -1,4 +1,4 @@
-"""A schedule of many ranks, checked on one process: the ranks do not exist."""
+"""Placement check of a schedule for many ranks in one process, on a fake group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ScheduleFn = Callable[..., Any]
 
 @dataclass(frozen=True)
 class CheckInput:
-    """The result of a user's function: a model, its schedule as a function, and inputs."""
+    """The result of a user's function: a model, a function that schedules it, and inputs."""
 
     model: nn.Module
     schedule: ScheduleFn
@@ -34,15 +34,15 @@ class CheckInput:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """A schedule that was found right."""
+    """Statistics of a schedule that passed the check."""
 
-    #: name of its class
+    #: class name of the model
     model: str
-    #: how many there would be
+    #: number of ranks
     ranks: int
-    #: how many were applied
+    #: number of primitives applied
     primitives: int
-    #: of the check
+    #: duration of the check
     seconds: float
 
     def __str__(self) -> str:
@@ -58,15 +58,15 @@ def check_at(
     sequence_parallel: bool = False,
     loss_fn: Callable[[Any], Tensor] | None = None,
 ) -> Iterator[CheckResult]:
-    """Check a schedule for a number of ranks, and for two, where no rank's share is one.
+    """Check a schedule for a number of ranks, and for two, where no slice has size 1.
 
     Parameters
     ----------
     make
-        Returns the model and a function that schedules it, and example inputs for models other
-        than those of Transformers. Parameters are created without memory.
+        Function that returns the model, a function that schedules it, and example inputs unless it
+        is a Transformers model. Parameters are created without memory.
     ranks
-        Of the tensor-parallel group; 2 or more.
+        Size of the tensor-parallel group; 2 or more.
     sequence_parallel
         Call the function with ``sequence_parallel=True``.
     loss_fn
@@ -75,7 +75,7 @@ def check_at(
     Yields
     ------
     CheckResult
-        After each of the two.
+        One result for each of the two sizes.
 
     Raises
     ------
@@ -102,7 +102,7 @@ def check_at(
     for count in dict.fromkeys((ranks, 2)):
         with fake_world(count):
             checked, is_uneven = _check_once(make, count, sequence_parallel, loss_fn)
-        if is_uneven:  # the last has the least, and others have more
+        if is_uneven:  # the last rank has the smallest slice, so check another one too
             with fake_world(count, count - 2):
                 _check_once(make, count, sequence_parallel, loss_fn)
         yield checked
@@ -111,7 +111,7 @@ def check_at(
 def _check_once(
     make: Callable[[], Any], ranks: int, sequence_parallel: bool, loss_fn: Any
 ) -> tuple[CheckResult, bool]:
-    """The result of one check, and whether ranks have shares of several sizes."""
+    """Result of one check, and True if slices differ in size between ranks."""
     made, sch = _scheduled(make, **({"sequence_parallel": True} if sequence_parallel else {}))
     inputs = made.example_inputs
     if inputs is None:
@@ -124,7 +124,7 @@ def _check_once(
 
 
 def schedule_offline(make: Callable[[], Any], ranks: int) -> Schedule:
-    """The schedule of the last of so many ranks, whose parameters have no memory."""
+    """Return the schedule of the last of `ranks` ranks, with parameters on meta."""
     with fake_world(ranks):
         return _scheduled(make)[1]
 
@@ -138,7 +138,7 @@ def _scheduled(make: Callable[[], Any], **options: Any) -> tuple[CheckInput, Sch
 
 
 def read_made(made: Any) -> CheckInput:
-    """A model, a function, and inputs or none."""
+    """Parse the result of a user's function: a model, a function, and optional inputs."""
     parts = made if isinstance(made, tuple) else (made,)
     good = len(parts) in (2, 3) and isinstance(parts[0], nn.Module) and callable(parts[1])
     if not good:
@@ -150,7 +150,7 @@ def read_made(made: Any) -> CheckInput:
 
 
 def _example_inputs(model: nn.Module, ranks: int) -> Mapping[str, Tensor]:
-    """Three samples, of an odd number of tokens for each rank."""
+    """Three samples, with an odd number of tokens for each rank."""
     labels = "labels" in inspect.signature(model.forward).parameters
     length = 5 * ranks
     try:
@@ -166,11 +166,11 @@ def _example_inputs(model: nn.Module, ranks: int) -> Mapping[str, Tensor]:
 
 @contextmanager
 def fake_world(ranks: int, rank: int | None = None) -> Iterator[None]:
-    """A default group of ranks that do not exist, of which this process is the last, or another.
+    """A fake default group; this process is its last rank unless `rank` is given.
 
-    Not the first, for which a wrong offset is often right.
+    Rank 0 would miss faults: a wrong offset is often right there.
     """
-    # It registers the backend.
+    # The import registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():

@@ -16,10 +16,9 @@ from slapo.wrapper import innermost
 
 @contextmanager
 def calls_followed(follow: Callable[..., Any]) -> Iterator[None]:
-    """Let ``follow(module, call, args, kwargs)`` run each call of a module within the block.
+    """Run every module call within the block through ``follow(module, call, args, kwargs)``.
 
-    By the call itself and not by hooks: a module's own hooks, which hold collectives, run while it
-    is noted as running.
+    Replaces the call itself: a module's own hooks, with their collectives, must run as part of it.
     """
     call = nn.Module.__call__
 
@@ -34,10 +33,10 @@ def calls_followed(follow: Callable[..., Any]) -> Iterator[None]:
 
 
 class Paths:
-    """Paths of the modules of a model, as they run.
+    """Paths of a model's modules while they run.
 
-    Autograd numbers its nodes in the order they are made, so the module that ran when a node was
-    made is known by the node's number when its backward runs.
+    Autograd numbers nodes in the order of creation. In the backward pass, a node's number thus
+    identifies the module that created it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -54,7 +53,7 @@ class Paths:
         self._paths: list[str] = []
 
     def followed(self) -> AbstractContextManager[None]:
-        """Follow every call of a module that begins within the block."""
+        """Follow every module call that begins within the block."""
         return calls_followed(self._follow)
 
     def _follow(self, module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
@@ -71,7 +70,7 @@ class Paths:
         self._note(path)
 
     def _note(self, path: str) -> None:
-        """Nodes from now on belong to `path`."""
+        """Assign all later nodes to `path`."""
         number = torch.autograd._get_sequence_nr()
         if self._numbers and self._numbers[-1] == number:
             self._paths[-1] = path
@@ -80,18 +79,18 @@ class Paths:
             self._paths.append(path)
 
     def in_graph(self) -> bool:
-        """Return whether what runs is a graph: operations of other modules may stand in it."""
+        """Return True if a graph is running, which may contain operations of other modules."""
         return self.now()[0] in self._graphs
 
     def number(self) -> int:
-        """Autograd's number of the node that runs, or of the one that was made last."""
+        """Autograd's sequence number of the running node, or of the last one created."""
         node: Any = torch._C._current_autograd_node()
         if node is not None and not self._running:
             return int(node._sequence_nr())
         return torch.autograd._get_sequence_nr() - 1
 
     def now(self) -> tuple[str, bool]:
-        """The module that is running, and whether in its backward pass."""
+        """The running module, and True if it is in its backward pass."""
         if self._running:
             return self._running[-1], False
         node: Any = torch._C._current_autograd_node()

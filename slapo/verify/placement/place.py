@@ -1,4 +1,4 @@
-"""How a tensor lies across the ranks of one group."""
+"""Placement of a tensor over the ranks of one group."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _ATTRIBUTE = "_slapo_place"
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a tensor came to be laid out as it is."""
+    """The origin of a tensor's placement."""
 
     #: the operation
     operation: str
     #: the module that was running
     path: str
-    #: in the backward pass of that module
+    #: true in the backward pass of that module
     in_backward: bool = False
-    #: number of operations before it
+    #: number of preceding operations
     number: int = 0
 
     def __str__(self) -> str:
@@ -37,63 +37,63 @@ class Origin:
 
 @dataclass(frozen=True)
 class Place:
-    """How one tensor is laid out over the ranks."""
+    """Placement of one tensor over the ranks."""
 
-    #: whole on every rank; summands; slices; tokens as rows of this rank's part of a table; random
-    #: numbers that each rank has drawn by itself, for slices
+    #: replicated; summands; slices; tokens as rows of this rank's part of a table; or random values
+    #: that each rank has drawn by itself, for slices
     kind: str = REPLICATE
-    #: the dimension of a slice, from the front
+    #: the sharded dimension, from the front
     dim: int = -1
-    #: sizes of what this rank has of each block, where several are along the dimension of a slice
+    #: sizes of this rank's part of each block, if the sharded dimension has several
     blocks: tuple[int, ...] = ()
-    #: this rank's fraction of the whole, where slices are uneven (or tokens of such a table)
+    #: this rank's fraction of the full size, if slices (or the tokens' tables) are uneven
     share: Fraction | None = None
-    #: the first row and the number of rows, of masked tokens
+    #: first row and number of rows, for masked tokens
     rows: tuple[int, int] = (0, 0)
-    #: dimensions along which a whole tensor is constant, so that all slices are alike
+    #: dimensions along which a replicated tensor is constant, so that all slices are equal
     uniform: frozenset[int] = frozenset()
-    #: dimensions along which it is constant within runs, and the lengths of these: one head of keys
-    #: that was repeated for all heads of queries, after a view of batch and heads as one dimension
+    #: dimensions along which it is constant within runs, and the run lengths: one head of keys that
+    #: was repeated for all query heads, after a view of batch and heads as one dimension
     runs: tuple[tuple[int, int], ...] = ()
-    #: all of a whole tensor is zero, or not written yet: it may count as a summand too
+    #: true for a replicated tensor of zeros, or an uninitialized one: it may count as a summand too
     is_zero: bool = False
-    #: the number of ranks that hold a slice
+    #: number of ranks that hold each slice
     copies: int = 1
-    #: those hold summands of it
+    #: true if those ranks hold summands of it
     is_part: bool = False
-    #: or else the dimension of which each of them has a part
+    #: else the dimension that those ranks have sharded among them
     within: int = -1
-    #: a dimension of which rows are in the order of the ranks, each of which has had blocks of
-    #: these sizes; no order means that of one process
+    #: a dimension with rows in rank order, and the block sizes that each rank had; an empty order
+    #: means the order of one process
     shuffled: int = -1
     order: tuple[int, ...] = ()
     #: for messages
     birth: Origin | None = None
-    #: birth of the partial sum in whose shape a blank tensor was made
+    #: origin of the partial sum from whose shape a blank tensor was created
     blank_of: Origin | None = None
 
     @property
     def is_whole(self) -> bool:
-        """Return whether every rank has all of it."""
+        """Return True if every rank holds the full tensor."""
         return self.kind == REPLICATE
 
     @property
     def is_plain(self) -> bool:
-        """Return whether every rank has what one process has."""
+        """Return True if every rank holds the tensor of one process, in the same order."""
         return self.is_whole and not self.order
 
     @property
     def is_partial(self) -> bool:
-        """Return whether ranks hold summands."""
+        """Return True if ranks hold summands."""
         return self.kind == PARTIAL
 
     @property
     def is_slice(self) -> bool:
-        """Return whether ranks hold slices."""
+        """Return True if ranks hold slices."""
         return self.kind == SHARD
 
     def same(self, other: Place) -> bool:
-        """Return whether two tensors have the same placement."""
+        """Return True if two tensors have the same placement."""
         if (self.kind, self.order) != (other.kind, other.order) or self.shuffled != other.shuffled:
             return False
         plain = self.kind in (REPLICATE, PARTIAL, OWN)
@@ -101,27 +101,27 @@ class Place:
         return plain or alike
 
     def is_cut_as(self, other: Place) -> bool:
-        """Return whether two slices, perhaps along other dimensions, are cut alike."""
+        """Return True if two slices are cut alike, even along different dimensions."""
         mine = (self.blocks, self.share, self.copies, self.is_part, self.within)
         theirs = (other.blocks, other.share, other.copies, other.is_part, other.within)
         return mine == theirs
 
     def whole_size(self, size: int, ranks: int) -> int:
-        """The size over all ranks, where this one has `size` along the dimension of the slice."""
+        """The full size for a local `size` along the sharded dimension."""
         return size * ranks if self.share is None else int(size / self.share)
 
     def along(self, dim: int, blocks: Sequence[int] | None = None) -> Place:
-        """The same slice along another dimension, in the same blocks unless others are given."""
+        """The same slice along another dimension, with the same blocks unless given."""
         if blocks is None:
             return replace(self, dim=dim)
         return replace(self, dim=dim, blocks=tuple(blocks) if len(blocks) > 1 else ())
 
     def anew(self, dim: int) -> Place:
-        """A slice of something else, cut as this one."""
+        """A slice of another tensor, cut like this one."""
         return Place(SHARD, dim, self.blocks, self.share, copies=self.copies)
 
     def blocks_in(self, size: int) -> tuple[int, ...]:
-        """Sizes of the blocks of a slice, of which this rank has `size` in all."""
+        """Block sizes of a slice with local size `size`."""
         return self.blocks or (size,)
 
     def __str__(self) -> str:
@@ -139,12 +139,12 @@ class Place:
 
 
 WHOLE, PARTIAL_SUM = Place(), Place(PARTIAL)
-#: What is wrong with masked tokens everywhere but in a lookup.
+#: Error for masked tokens outside of a lookup.
 MASKED_ELSEWHERE = "tokens that are masked for a table are looked up there, and nowhere else"
 
 
 class Fault(Enum):
-    """Kinds of faults for which there is advice, beyond what the placements say."""
+    """Faults with specific advice, beyond the placements."""
 
     GROUP = "another group than the schedule's"
     SAME_DRAWS = "shards with the random numbers that all ranks share"
@@ -160,12 +160,12 @@ def sliced(dim: int, blocks: Sequence[int] = (), share: Fraction | None = None) 
 
 
 def share_of_whole(own: int, total: int | None, ranks: int) -> Fraction | None:
-    """A rank's fraction of a whole that is cut unevenly; None if it is cut evenly."""
+    """A rank's fraction of an unevenly cut dimension; None if it is cut evenly."""
     return None if total is None or total % ranks == 0 else Fraction(own, total)
 
 
 class PlacementViolation(Exception):
-    """An operation whose result would not be that of the whole model."""
+    """An operation whose result would differ from that of the full model."""
 
     def __init__(self, why: str, fault: Fault | None = None) -> None:
         super().__init__(why)
@@ -173,19 +173,19 @@ class PlacementViolation(Exception):
 
 
 def own_draws() -> PlacementViolation:
-    """Random numbers of a rank's own in what is whole."""
+    """Error for per-rank random values in a replicated tensor."""
     why = "random numbers for what is whole are drawn from a state of this rank's own"
     return PlacementViolation(why, Fault.OWN_DRAWS)
 
 
 class NoRule(PlacementViolation):
-    """An operation of which nothing is known."""
+    """An operation without a rule."""
 
 
 class Stop(SlapoError):
-    """Ends the run at the first operation that is wrong."""
+    """Ends the run at the first invalid operation."""
 
-    #: False for sizes that torch refuses
+    #: False for sizes that torch rejects
     fits = True
 
     def __init__(
@@ -204,10 +204,10 @@ class Stop(SlapoError):
 
 
 def place_of(tensor: Tensor) -> Place:
-    """How it lies; what nothing was noted of is whole."""
+    """Placement of a tensor; replicated if none was set."""
     return getattr(tensor, _ATTRIBUTE, WHOLE)
 
 
 def put_place(tensor: Tensor, place: Place) -> None:
-    """Note how it is laid out."""
+    """Set the placement of a tensor."""
     setattr(tensor, _ATTRIBUTE, place)

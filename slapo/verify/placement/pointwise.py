@@ -1,4 +1,4 @@
-"""Rules of operations that work element by element, and of the copies and constants among them."""
+"""Rules of elementwise operations, copies and constants."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slapo.verify.placement.place import (
 )
 from slapo.verify.placement.view_rules import COPIES, REORDERS, VIEWS
 
-#: Linear in the argument at one of these positions, when the others are whole.
+#: Linear in the argument at one of these positions, if the others are replicated.
 _LINEAR_IN = {
     "mul": (0, 1),
     "div": (0,),
@@ -33,7 +33,7 @@ _LINEAR_IN = {
 }
 #: Linear in all of their arguments together.
 _ADDITIVE = ("add", "sub", "rsub", "_foreach_add")
-#: Element by element, though torch does not say so.
+#: Elementwise, but not tagged so by torch.
 _UNTAGGED: tuple[str, ...] = ("copy", "masked_fill", "_to_copy", "hardswish", "log_sigmoid_forward")
 _UNTAGGED += ("leaky_relu_backward", "elu_backward", "hardtanh_backward", "hardsigmoid_backward")
 _UNTAGGED += ("hardswish_backward", "softplus_backward", "mish_backward", "softshrink_backward")
@@ -43,7 +43,7 @@ _UNTAGGED += (
     "hardshrink_backward",
     "log_sigmoid_backward",
 )
-#: Makers of tensors that hold one value.
+#: Operations that create constant tensors.
 _CONSTANT = (
     "ones",
     "full",
@@ -68,12 +68,12 @@ _ZERO += ("new_empty_strided", "_efficientzerotensor")
 
 
 def is_pointwise(call: OperationCall) -> bool:
-    """Return whether the operation works element by element."""
+    """Return True for an elementwise operation."""
     return torch.Tag.pointwise in call.func.tags or call.name in _UNTAGGED
 
 
 def of_wholes(call: Call) -> list[Place]:
-    """Places of what was made of whole tensors alone: whole, and perhaps constant."""
+    """Placements of results of replicated tensors only: replicated, and possibly constant."""
     if call.name in _CONSTANT or call.name in _ZERO:
         zero = call.name in _ZERO or call.get("fill_value", call.get("s")) == 0
         return [Place(uniform=frozenset(range(out.ndim)), is_zero=zero) for out in call.outs]
@@ -88,7 +88,7 @@ def of_wholes(call: Call) -> list[Place]:
     ]
 
 
-#: What they give of one value everywhere has one value everywhere.
+#: Operations that keep a fully constant tensor fully constant.
 _MOVES: tuple[str, ...] = (
     "view",
     "_unsafe_view",
@@ -104,12 +104,12 @@ _MOVES += ("squeeze", "unsqueeze", "clone", "detach", "split", "repeat", "narrow
 
 
 def is_constant(tensor: Tensor, place: Place) -> bool:
-    """Return whether a whole tensor has one value everywhere."""
+    """Return True if a replicated tensor has one value everywhere."""
     return all(size == 1 or dim in place.uniform for dim, size in enumerate(tensor.shape))
 
 
 def _uniform_dims(call: Call, out: Tensor) -> frozenset[int]:
-    """Dimensions along which all that it was made of is constant."""
+    """Dimensions along which all inputs are constant, and so the result is."""
     pairs = zip(call.tensors, call.places, strict=True)
     if call.name in _MOVES and all(is_constant(tensor, place) for tensor, place in pairs):
         return frozenset(range(out.ndim))
@@ -139,14 +139,14 @@ def _uniform_dims(call: Call, out: Tensor) -> frozenset[int]:
 
 
 def _kept_by_view(call: Call) -> frozenset[int]:
-    """Dimensions of the result along which it is constant."""
+    """Dimensions of a view's result along which it is constant."""
     old, new = call.tensors[0].shape, call.outs[0].shape
     kept = {(old[dim], prod(old[dim + 1 :])) for dim in call.places[0].uniform}
     return frozenset(d for d, size in enumerate(new) if (size, prod(new[d + 1 :])) in kept)
 
 
 def _runs(call: Call, out: Tensor) -> tuple[tuple[int, int], ...]:
-    """Dimensions whose inner part is constant: made by a view, and kept by what moves them."""
+    """Dimensions that are constant within runs: created by views, and kept when moved."""
     old, new, place = call.tensors[0].shape, out.shape, call.places[0]
     if call.name in REORDERS:
         moved = REORDERS[call.name]
@@ -155,7 +155,7 @@ def _runs(call: Call, out: Tensor) -> tuple[tuple[int, int], ...]:
         return tuple((dim + len(new) - len(old), run) for dim, run in place.runs)
     if call.name not in VIEWS:
         return ()
-    # Along a dimension, or a part of one, that has these elements behind each of its own.
+    # A dimension, or part of one, matches if it has as many elements behind each index.
     kept = [(old[dim], prod(old[dim + 1 :])) for dim in place.uniform]
     kept += [(run, prod(old[dim + 1 :])) for dim, run in place.runs]
     return tuple(
@@ -174,7 +174,7 @@ def _left_by_sum(call: Call) -> frozenset[int]:
 
 
 def _stays_zero(call: Call) -> bool:
-    """Return whether the result of zeros is zero."""
+    """Return True if zero inputs give a zero result."""
     if call.name in ("expand", "neg", *VIEWS, *COPIES):
         return call.places[0].is_zero
     if call.name in ("add", "mul"):
@@ -187,7 +187,7 @@ def _stays_zero(call: Call) -> bool:
 
 
 def pointwise(call: Call) -> list[Place]:
-    """Slices meet slices of the same kind, or what is broadcast or constant along them."""
+    """Slices combine with slices of the same kind, or with tensors constant along them."""
     if call.name == "copy":
         return _copied(call)
     if any(place.is_partial for place in call.places):
@@ -200,7 +200,7 @@ def pointwise(call: Call) -> list[Place]:
     first_at = next(i for i, place in enumerate(call.places) if place.is_slice)
     first = call.places[first_at]
     size = call.tensors[first_at].shape[first.dim]
-    # From the end, as broadcasting aligns.
+    # From the end, as in broadcasting.
     dim = first.dim - call.tensors[first_at].ndim
     for tensor, place in zip(call.tensors, call.places, strict=True):
         here = tensor.ndim + dim
@@ -208,7 +208,7 @@ def pointwise(call: Call) -> list[Place]:
         alike = place.is_slice and place.dim == here and place.is_cut_as(first)
         own = place.kind == OWN and here >= 0 and here not in place.uniform
         alike |= own and tensor.shape[here] == size
-        if place.kind == OWN and not alike:  # one number for all of a slice
+        if place.kind == OWN and not alike:  # one random value for a full slice
             raise own_draws()
         if not (alike or (place.is_whole and constant)):
             raise call.misfit("its inputs have different placements")
@@ -216,7 +216,7 @@ def pointwise(call: Call) -> list[Place]:
 
 
 def _drawn_for(call: Call) -> list[Place]:
-    """Random numbers of this rank's own among themselves, and with constants."""
+    """Per-rank random values combine with each other, and with constants."""
     for tensor, place in zip(call.tensors, call.places, strict=True):
         if place.is_whole and not is_constant(tensor, place):
             raise own_draws()
@@ -224,7 +224,7 @@ def _drawn_for(call: Call) -> list[Place]:
 
 
 def _copied(call: Call) -> list[Place]:
-    """The placement of the source; slices overwritten by a value constant along them stay."""
+    """The source's placement; slices overwritten by a value constant along them stay slices."""
     target, source = call.places[0], call.places[-1]
     if target.is_slice and source.is_whole:
         written = call.tensors[-1]
@@ -237,7 +237,7 @@ def _copied(call: Call) -> list[Place]:
 
 
 def _linear(call: Call) -> list[Place]:
-    """A sum of summands is a summand of the sum; what is not linear has to wait for the sum."""
+    """Linear operations keep partial sums; others require a reduction first."""
     name, places = call.name, call.places
     rounds = name in ("div", "true_divide") and call.get("rounding_mode") is not None
     if rounds or any(not (out.is_floating_point() or out.is_complex()) for out in call.outs):
@@ -267,7 +267,7 @@ def _linear(call: Call) -> list[Place]:
 
 
 def others_whole(places: list[Place]) -> bool:
-    """All but the one that is partial."""
+    """Return True if all inputs but one are replicated."""
     return sum(place.is_whole for place in places) == len(places) - 1
 
 
@@ -279,13 +279,13 @@ def same(call: Call) -> list[Place]:
 
 @rule_for("ones_like", "full_like", "zeros_like", "empty_like", "new_empty_strided")
 def like(call: Call) -> list[Place]:
-    """Constants in the shape of a slice are slices; in that of a summand they are whole."""
+    """Constants shaped like a slice are slices; those shaped like a summand are replicated."""
     place = call.places[0]
     if place.is_slice:
         return [place] * len(call.outs)
     zero = call.name in _ZERO
     return [
-        # A random mask may be drawn into it, for what is not a mask's.
+        # A random mask may be drawn into it, and partial sums allow none.
         Place(uniform=frozenset(range(out.ndim)), is_zero=zero, blank_of=place.birth)
         for out in call.outs
     ]
@@ -293,12 +293,12 @@ def like(call: Call) -> list[Place]:
 
 @rule_for("new_zeros", "new_ones", "new_full", "new_empty")
 def new(call: Call) -> list[Place]:
-    """A constant of another shape than the tensor it takes its type from."""
+    """A constant of another shape than the tensor that provides its type."""
     return of_wholes(replace_places(call, WHOLE))
 
 
 def replace_places(call: Call, place: Place) -> Call:
-    """The same call with all tensors lying alike."""
+    """The same call with one placement for all tensors."""
     return replace(call, places=[place] * len(call.places))
 
 
@@ -311,7 +311,7 @@ DRAWS |= {"randperm", "dropout"}
 @rule_for("bernoulli", "native_dropout", "rand_like", "randn_like", "randint_like")
 @rule_for("uniform", "normal", "exponential", "random", "dropout")
 def drawn(call: Call) -> list[Place]:
-    """Numbers for a slice are drawn slice by slice; the mode checks from which state."""
+    """Values for a slice are drawn slice by slice; the mode checks the random state."""
     if not call.places[0].is_slice:
         if call.name in ("uniform", "normal", "exponential", "random", "rand_like", "randn_like"):
             return [WHOLE] * len(call.outs)
@@ -323,7 +323,7 @@ def drawn(call: Call) -> list[Place]:
 
 @rule_for("cumsum", "cumprod", "flip", "logcumsumexp", "cummax", "cummin")
 def along_one(call: Call) -> list[Place]:
-    """Along another dimension each slice by itself."""
+    """Slice by slice along other dimensions than the sharded one."""
     place = call.places[0]
     dims = call.get("dim", call.get("dims"))
     dims = [dims] if isinstance(dims, int) else dims

@@ -1,4 +1,4 @@
-"""Collectives of torch that a model, or a hook of a user's, calls without this library."""
+"""Collectives of torch that a model, or a user's hook, calls without this library."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def raw_collective(
     tensors: list[Tensor],
     places: list[Place],
 ) -> Any:
-    """Its result without communication; places of sums over the ranks are known."""
+    """Result without communication; only sums over the ranks have known placements."""
     name = func.overloadpacket.__name__
     if any(place.order for place in places):
         raise NoRule(f"nothing is known of it for rows in the ranks' order; {_REMEDY}")
@@ -49,7 +49,7 @@ def group_in(args: Iterable[Any]) -> dist.ProcessGroup | None:
     """The group among the arguments of a collective: as an object, or by its name."""
     resolve: Any = dist.distributed_c10d._resolve_process_group
     for value in args:
-        with suppress(RuntimeError, KeyError, ValueError):  # of another kind, or another text
+        with suppress(RuntimeError, KeyError, ValueError):  # other objects and strings
             if isinstance(value, torch.ScriptObject):
                 return dist.ProcessGroup.unbox(value)
             if isinstance(value, str):
@@ -69,16 +69,16 @@ def _summed(name: str, args: Any, tensors: list[Tensor]) -> Any:
 
 
 def _check_sum(args: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse a maximum or another reduction than a sum."""
+    """Raise for a maximum or any other reduction than a sum."""
     names = [value.lower() for value in (*args, *kwargs.values()) if isinstance(value, str)]
     if any(name in ("avg", "max", "min", "product") for name in names) or not _asked_for_sum():
         raise PlacementViolation(f"it is not a sum over the ranks; {_REMEDY}")
 
 
 def _asked_for_sum() -> bool:
-    """Return whether the function of ``torch.distributed`` that runs was asked for a sum.
+    """Return True if the running function of ``torch.distributed`` was called for a sum.
 
-    The operation has it as an object that cannot be read; the options of its caller can.
+    The operation holds the reduction as an opaque object; its caller's options are readable.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Rules of what mixes values along a dimension: sums, softmax, norms, attention, lookups."""
+"""Rules of operations along a dimension: sums, softmax, norms, attention, lookups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SUMS = ("sum", "mean", "nansum")
 
 @rule_for(*_SUMS)
 def total(call: Call) -> list[Place]:
-    """A sum over slices is a summand; a mean over them is none that could be added up."""
+    """A sum over slices is a summand; a mean over slices is not."""
     place, dims = call.places[0], call.dims()
     if place.kind == MASKED:
         raise call.misfit(MASKED_ELSEWHERE)
@@ -57,7 +57,7 @@ _NOT_LINEAR += (
 
 @rule_for(*_NOT_LINEAR)
 def reduced(call: Call) -> list[Place]:
-    """Over other dimensions each slice by itself; no summands."""
+    """Slice by slice along other dimensions; not for partial sums."""
     place, ndim = call.places[0], call.tensors[0].ndim
     if place.is_partial:
         raise call.misfit("it is not linear, and its input is a partial sum")
@@ -72,7 +72,7 @@ def reduced(call: Call) -> list[Place]:
 @rule_for("_softmax", "_safe_softmax", "_log_softmax", "softmax", "log_softmax")
 @rule_for("_softmax_backward_data", "_log_softmax_backward_data")
 def softmax(call: Call) -> list[Place]:
-    """It needs all of its dimension."""
+    """Slice by slice along other dimensions than its own."""
     axis = call.get("dim") % call.tensors[0].ndim
     first = call.places[0]
     if not all(place.is_slice and place.same(first) for place in call.places):
@@ -86,27 +86,27 @@ def softmax(call: Call) -> list[Place]:
 
 @rule_for("tril", "triu")
 def triangle(call: Call) -> list[Place]:
-    """Linear, and of each matrix of a batch by itself."""
+    """Linear, and separate for each matrix of a batch."""
     place = call.places[0]
     if place.is_slice and place.dim >= call.tensors[0].ndim - 2:
         raise call.misfit("it needs whole matrices on one rank")
     return [place]
 
 
-#: Operations on each matrix of a batch by itself.
+#: Operations on each matrix of a batch.
 OF_MATRICES: tuple[str, ...] = ("linalg_solve_triangular", "linalg_inv_ex")
 OF_MATRICES += ("linalg_cholesky_ex", "linalg_matrix_exp")
 
 
 @rule_for("_linalg_check_errors")
 def check_of_matrices(call: Call) -> list[Place]:
-    """It asks this rank's matrices alone."""
+    """It only reads this rank's matrices."""
     return []
 
 
 @rule_for(*OF_MATRICES)
 def of_matrices(call: Call) -> list[Place]:
-    """Each matrix by itself: sliced along the dimensions before the last two."""
+    """Slices along the dimensions before the last two."""
     first = call.places[0]
     if not all(place.is_slice and place.same(first) for place in call.places):
         raise call.misfit(
@@ -121,7 +121,7 @@ def of_matrices(call: Call) -> list[Place]:
 @rule_for("native_layer_norm", "_fused_rms_norm", "rms_norm")
 @rule_for("native_layer_norm_backward", "_fused_rms_norm_backward")
 def norm(call: Call) -> list[Place]:
-    """Sliced along the other dimensions; its weights get parts of their gradients then."""
+    """Slices along the other dimensions; gradients of the weights are then partial."""
     count = len(call.get("normalized_shape"))
     rows = [p for t, p in zip(call.tensors, call.places, strict=True) if t.ndim > count]
     weights = [p for t, p in zip(call.tensors, call.places, strict=True) if t.ndim <= count]
@@ -139,7 +139,7 @@ def norm(call: Call) -> list[Place]:
 @rule_for("_native_batch_norm_legit_no_training", "_batch_norm_with_update")
 @rule_for("native_batch_norm_backward", "cudnn_batch_norm_backward", "batch_norm_backward")
 def batch_norm(call: Call) -> list[Place]:
-    """Channels may be sliced, with everything that there is one of for each."""
+    """Slices along the channels, together with all per-channel tensors."""
     first = call.places[0]
     if not (first.is_slice and first.dim == 1):
         raise call.misfit(
@@ -154,7 +154,7 @@ def batch_norm(call: Call) -> list[Place]:
 
 @rule_for("native_group_norm", "native_group_norm_backward")
 def group_norm(call: Call) -> list[Place]:
-    """Whole groups of channels may be sliced, or the batch."""
+    """Slices of complete groups of channels, or of the batch."""
     first = call.places[0]
     if first.is_slice and first.dim == 0:
         if not all(p.same(first) or p.is_whole for p in call.places):
@@ -170,17 +170,17 @@ def group_norm(call: Call) -> list[Place]:
     return [first.anew(0 if out.ndim == 1 else 1) for out in call.outs]
 
 
-#: Operations that make less of a dimension.
+#: Operations that reduce a dimension.
 REDUCTIONS = (*_SUMS, *_NOT_LINEAR)
-#: Names of torch's attention functions begin so, forward and backward.
+#: Prefixes of torch's attention functions, forward and backward.
 ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 
 
 def attention(call: Call) -> list[Place]:
-    """Batch or heads may be sliced, of query, key, value and what belongs to them alike.
+    """Slices of batch or heads, the same for query, key, value and related tensors.
 
-    A mask, and heads of keys and values that the heads of a block share, may be whole: each rank
-    sends back a part of its gradient.
+    A mask may be replicated, and so may key and value heads shared by the heads of a block. Each
+    rank then returns a partial gradient for them.
     """
     blocks = next((place.blocks for place in call.places if place.is_slice), ())
     big = [
@@ -207,10 +207,10 @@ def _is_whole(call: Call, name: str) -> bool:
 
 
 def _is_shared(call: Call, tensor: Tensor, place: Place, blocks: tuple[int, ...]) -> bool:
-    """Return whether a whole tensor is the same for all heads (a mask), or for those of a block.
+    """Return True if all heads (a mask), or the heads of a block, share a replicated tensor.
 
-    With as many heads as there are blocks, the operation gives each block one; that they are as
-    many as in one process, and not repeated there, is seen when sizes are compared.
+    With one head per block, the operation gives each block its own. The comparison of sizes checks
+    that one process has as many heads and does not repeat them.
     """
     constant = tensor.shape[1] == 1 or 1 in place.uniform
     if len({*blocks}) == 1:
@@ -222,7 +222,7 @@ def _is_shared(call: Call, tensor: Tensor, place: Place, blocks: tuple[int, ...]
 
 @rule_for("embedding")
 def lookup(call: Call) -> list[Place]:
-    """Rows of a table: of a part of it, for tokens that are masked for that part."""
+    """Table rows; with a part of the table, tokens must be masked for that part."""
     table, tokens = call.places[:2]
     if table.is_slice and table.dim == 0:
         _check_mask(call, table, tokens)
@@ -256,7 +256,7 @@ def _check_mask(call: Call, table: Place, tokens: Place) -> None:
 
 @rule_for("embedding_dense_backward")
 def lookup_backward(call: Call) -> list[Place]:
-    """The gradient of a table lies as the table does."""
+    """The gradient of a table has the table's placement."""
     grad, tokens = call.places[:2]
     if tokens.kind == MASKED and grad.is_whole:
         return [tokens.anew(0)]
@@ -271,7 +271,7 @@ def lookup_backward(call: Call) -> list[Place]:
 
 @rule_for("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "mse_loss", "l1_loss")
 def loss(call: Call) -> list[Place]:
-    """A loss of slices is a mean over parts, which cannot be added up."""
+    """Raise: a loss of slices is a mean over parts, and such means cannot be added."""
     partial = any(place.is_partial for place in call.places)
     what = "a partial sum" if partial else "a slice"
     raise call.misfit(f"a loss of {what}; put the parts together before it")

@@ -1,7 +1,7 @@
-"""Slices that several ranks hold, such as the heads of keys and values where ranks are more.
+"""Slices that several ranks hold, such as key and value heads if there are more ranks.
 
-Each rank uses its copy for queries of its own. So in the backward pass each has a part of the
-gradient of their slice, and a sum over the slices adds up to the whole of those parts alone.
+Each rank uses its copy for its own queries. In the backward pass each rank therefore has a part of
+the slice's gradient. Only the sum over the ranks that hold the slice is the full gradient.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from slapo.verify.placement.view_rules import COPIES, VIEWS
 
 #: Linear in all of their tensors together.
 _TOGETHER = ("add", "sub", "cat", "concat", "stack", "add_")
-#: Linear in each of their tensors by itself.
+#: Linear in each of their tensors.
 _EACH: tuple[str, ...] = ("mul", "mm", "bmm", "mv", "sum", "neg", "_to_copy", "clone", "detach")
 _EACH += ("alias", "contiguous", "transpose", "t", "permute", "unsqueeze", "squeeze", "expand")
 _EACH += ("slice", "select", "split", "split_with_sizes", "narrow", "constant_pad_nd", *VIEWS)
 
 
 def is_shared(call: Call) -> bool:
-    """Return whether a slice that several ranks hold goes in, or the gradient of one comes out."""
+    """Return True if an input, or the result of a gradient, is a slice held by several ranks."""
     before = call.of_gradient_of
     return any(p.copies > 1 for p in call.places) or (before is not None and before.copies > 1)
 
 
 def followed(call: Call, rule: Rule) -> list[Place]:
-    """Places of the results."""
+    """Placements of the results."""
     if any(place.within >= 0 for place in call.places):
         return _cut_within(call)
     if any(place.is_slice and place.copies == 1 for place in call.places):
@@ -44,7 +44,7 @@ def followed(call: Call, rule: Rule) -> list[Place]:
 
 
 def _with_own_slices(call: Call, rule: Rule) -> list[Place]:
-    """Beside slices of each rank's own, a head that ranks share is one for each of them."""
+    """Combine with per-rank slices: a shared head counts as one head per rank."""
     before = call.of_gradient_of
     if before is not None and before.copies > 1 and call.name in VIEWS:
         return [replace(before, is_part=before.within < 0)]
@@ -66,7 +66,7 @@ def _with_own_slices(call: Call, rule: Rule) -> list[Place]:
 
 
 def _repeated(call: Call, found: list[Place]) -> list[Place]:
-    """A head that is repeated: each rank takes the copies of its own queries."""
+    """A repeated head: each rank takes the copies for its own queries."""
     (place,), old, new = found, call.tensors[0].shape, call.outs[0].shape
     behind = place.dim + 1
     grows = len(old) == len(new) > behind and old[behind] == 1 < new[behind]
@@ -74,7 +74,7 @@ def _repeated(call: Call, found: list[Place]) -> list[Place]:
 
 
 def _cut_within(call: Call) -> list[Place]:
-    """Copies of one slice that are cut along another dimension: joined, or summed."""
+    """Copies of one slice that are sharded along another dimension: joined, or summed."""
     (place,), old, new = call.places, call.tensors[0].shape, call.outs[0].shape
     dim, within = place.dim, place.within
     if call.name in COPIES:
@@ -88,7 +88,7 @@ def _cut_within(call: Call) -> list[Place]:
 
 
 def _check_linear(call: Call) -> None:
-    """Parts of a gradient have to be summed before anything that is not linear."""
+    """Raise for nonlinear operations on parts of a gradient, which must be summed first."""
     parts = [place.is_part for place in call.places]
     one = parts.count(True) == 1
     scalar = any(isinstance(value, (int, float)) and value for value in call.args[:2])

@@ -1,4 +1,4 @@
-"""Messages of the placement check: where, which placements, and the call to add."""
+"""Messages of the placement check: location, placements, and the call to add."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from slapo.wrapper import innermost
 
 
 def wrong_operation(sch: Schedule, stop: Stop) -> PlacementError:
-    """The error for an operation that does not compute what it does in one process."""
-    # What is not whole, and the first that is.
+    """Error for an operation that computes something else than in one process."""
+    # All inputs that are not replicated, and the first that are.
     parts = [each for each in stop.given if not each[1].is_whole]
     wholes = [each for each in stop.given if each[1].is_whole and len(each[0])]
     shown = ", ".join(f"{s} {p}" for s, p in parts + wholes[: max(1, 3 - len(parts))])
@@ -37,7 +37,7 @@ def wrong_operation(sch: Schedule, stop: Stop) -> PlacementError:
 
 
 def wrong_gradient(sch: Schedule, name: str, wanted: Place, found: Place) -> PlacementError:
-    """The error for a gradient that is laid out otherwise than its parameter."""
+    """Error for a gradient with another placement than its parameter."""
     path, _, leaf = name.rpartition(".")
     said = f"{name!r} is {wanted}, and its gradient is {found}"
     if not (wanted.is_whole and found.is_partial):
@@ -53,7 +53,7 @@ def wrong_gradient(sch: Schedule, name: str, wanted: Place, found: Place) -> Pla
 
 
 def wrong_sizes(sch: Schedule, found: Operation | None, wanted: Operation | None) -> PlacementError:
-    """The error for an operation that is not that of one process."""
+    """Error for an operation that differs from that of one process."""
     path, *others = [each.path for each in (found, wanted) if each is not None]
     while not all(contains(path, other) for other in others):
         path = path.rpartition(".")[0]
@@ -70,7 +70,7 @@ def wrong_sizes(sch: Schedule, found: Operation | None, wanted: Operation | None
 
 
 def unrunnable(sch: Schedule, error: Exception) -> PlacementError:
-    """The error for a model that fails by itself."""
+    """Error for a model that fails on its own."""
     path = running_in(error, sch.mod) or ""
     said = f"{_where(sch, path, False)} fails with {type(error).__name__}: {error}"
     return _error(sch, Finding(said, path, further=_kept_sizes(sch, path)), False)
@@ -83,12 +83,11 @@ def _error(sch: Schedule, finding: Finding, is_certain: bool = True) -> Placemen
 
 
 def _kept_sizes(sch: Schedule, path: str) -> str:
-    """Numbers of a module that holds shards, as far as they may be the cause."""
     module = _module(sch, path)
     return "" if module is None else kept_sizes(sch, module, path, sch.history)
 
 
-# --- judgment: the module where the fault most likely is, and what to do --------------------------
+# --- judgment: the module most likely at fault, and the fix ---------------------------------------
 def _judged(sch: Schedule, stop: Stop) -> Finding:
     step = stop.step
     partial = _latest(p.birth for _, p in stop.given if p.is_partial)
@@ -142,7 +141,7 @@ def _about_partial(sch: Schedule, stop: Stop, birth: Origin) -> Finding:
     if path == stop.path and not stop.in_backward:
         known = "slapo.op.LinearWithSyncFunc adds its bias behind the sum"
         return _advised(path, f"add what is whole behind the sum, not before it: {known}")
-    # As its siblings in other layers do.
+    # Advise what the same module of other layers does.
     like = numberless(path)
     if any(numberless(r.path) == like and _names(r, "reduce_scatter") for r in sch.history):
         return _advised(path, remedy=add_sync(path, "fwd_post", "reduce_scatter", axis=1))
@@ -150,7 +149,7 @@ def _about_partial(sch: Schedule, stop: Stop, birth: Origin) -> Finding:
 
 
 def _sum_of_gradients(sch: Schedule, path: str) -> Finding:
-    """Where a module takes what is whole, and sends back parts of its gradient."""
+    """Advise a gradient sum at the module that takes replicated inputs of a sharded region."""
     entry = _entry(sch, path)
     sums = [record for record in sch.history if _names(record, "bwd_post")]
     if any(record.path == entry for record in sums):
@@ -170,12 +169,12 @@ def _spreads_tokens(sch: Schedule) -> bool:
 
 
 def _names(record: Record, text: str) -> bool:
-    """Return whether one of the arguments of a primitive is this text."""
+    """Return True if an argument of a primitive is this string."""
     return repr(text) in record.arguments.values()
 
 
 def _is_split_around(sch: Schedule, path: str) -> bool:
-    """Return whether a module around this one takes whole inputs into a split region."""
+    """Return True if an enclosing module takes replicated inputs into a sharded region."""
     return any(
         contains(r.path, path)
         and r.path != path
@@ -185,7 +184,7 @@ def _is_split_around(sch: Schedule, path: str) -> bool:
 
 
 def _entry(sch: Schedule, path: str) -> str:
-    """The module whose input is whole: where its siblings in other layers sum, or itself."""
+    """The module with the replicated input: where other layers sum gradients, or itself."""
     sums = {numberless(r.path) for r in sch.history if _names(r, "bwd_post")}
     parts = path.split(".")
     around = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
@@ -194,7 +193,7 @@ def _entry(sch: Schedule, path: str) -> str:
 
 
 def _shared_by_columns(sch: Schedule, path: str) -> str | None:
-    """The module around, if several of its layers are split by columns and none is whole."""
+    """The parent, if several of its layers are column-sharded and none is replicated."""
     above = path.rpartition(".")[0]
     module = _module(sch, above) if above else None
     children = [] if module is None else map(innermost, module.children())
@@ -233,7 +232,7 @@ def _about_slice(sch: Schedule, stop: Stop) -> Finding:
     return _advised(stop.path)
 
 
-# --- words ---------------------------------------------------------------------------------------
+# --- wording -------------------------------------------------------------------------------------
 def _where(sch: Schedule, path: str, in_backward: bool) -> str:
     module = _module(sch, path)
     kind = "" if module is None else f" ({type(module).__name__})"
@@ -258,7 +257,7 @@ def _shown(operation: Operation | None, other: Operation | None, path: str) -> s
 
 
 def _changed(sch: Schedule, path: str) -> str:
-    """Numbers of a module that are not those from before the schedule."""
+    """Describe sizes of a module that the schedule changed."""
     module = _module(sch, path)
     for ref, own in sch.state.numbers:
         if module is not None and ref() is module:

@@ -1,8 +1,8 @@
-"""Whole tensors whose rows are in the order of the ranks, and not in that of one process.
+"""Replicated tensors whose rows are in rank order, not in the order of one process.
 
-Where a layer makes one dimension of samples and tokens, each rank has, of every sample, a slice of
-the tokens. A gather along that dimension puts the ranks one behind the other. That is all the same
-to what is computed row by row, and to a sum over the rows; a scatter along it undoes the order.
+If a layer merges samples and tokens into one dimension, each rank has a slice of the tokens of
+every sample. A gather along that dimension concatenates the ranks' rows. Rowwise operations, and
+sums over the rows, are correct in any order. A scatter along the rows restores the order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slapo.verify.placement.pointwise import is_pointwise
 from slapo.verify.placement.reduction_rules import REDUCTIONS
 from slapo.verify.placement.view_rules import VIEWS
 
-#: Of which a rule for slices says whether rows are computed by themselves, or summed over.
+#: Operations whose rules for slices show if they are rowwise, or sum over rows.
 _BY_ROWS: tuple[str, ...] = ("mm", "addmm", "t", "transpose", "permute", "expand", "unsqueeze")
 _BY_ROWS += ("squeeze", "split", "split_with_sizes", "slice", "cat", "glu", "glu_backward")
 _BY_ROWS += ("detach", "alias", "clone", "contiguous", "native_dropout", "bernoulli", "_softmax")
@@ -25,24 +25,24 @@ _BY_ROWS += ("_log_softmax", "_softmax_backward_data", "_log_softmax_backward_da
 _BY_ROWS += ("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm")
 _BY_ROWS += ("_fused_rms_norm_backward", "empty_like", "ones_like", "zeros_like")
 _BY_ROWS += (*REDUCTIONS, *VIEWS)
-#: Collectives that may have rows in another order.
+#: Collectives that accept rows in another order.
 STEPS = (ALL_REDUCE, COPY, ALL_GATHER, PAD, REDUCE_SCATTER, SCATTER)
 
 
 def is_shuffled(places: Sequence[Place]) -> bool:
-    """Return whether any is in another order."""
+    """Return True if any placement has another order."""
     return any(place.order for place in places)
 
 
 def in_order(places: Sequence[Place]) -> list[Place]:
-    """The same, as if they were in the order of one process."""
+    """The same placements in the order of one process."""
     return [replace(place, shuffled=-1, order=()) if place.order else place for place in places]
 
 
 def followed(call: Call, rule: Rule, found: list[Place]) -> list[Place]:
-    """Places of the results, by how they would be in order.
+    """Placements of the results, from those for ordered inputs.
 
-    What keeps a slice of the rows apart from the others keeps them in any order.
+    An operation that keeps slices of the rows separate keeps rows separate in any order.
     """
     orders = {place.order for place in call.places if place.order}
     if len(orders) > 1 or not (call.name in _BY_ROWS or is_pointwise(call)):
@@ -58,7 +58,7 @@ def followed(call: Call, rule: Rule, found: list[Place]) -> list[Place]:
     placed = []
     for out, place, by_rows in zip(call.outs, found, rows, strict=True):
         if by_rows.is_slice:
-            if out.shape[by_rows.dim] != count:  # cut, or others put behind them
+            if out.shape[by_rows.dim] != count:  # cut, or extended
                 raise _misfit(call)
             place = replace(place, shuffled=by_rows.dim, order=order)
         placed.append(place)
@@ -84,15 +84,14 @@ def _misfit(call: Call) -> PlacementViolation:
 
 # --- steps -------------------------------------------------------------------------------
 def may_shuffle(step: Step, place: Place) -> bool:
-    """Return whether a step of slices in blocks gives rows in the order of the ranks."""
+    """Return True if a step turns slices in blocks into rows in rank order."""
     return step in (ALL_GATHER, PAD) and place.dim == 0 and place.share is None and not place.order
 
 
 def given_by(step: Step, place: Place, given: Place) -> Place:
-    """Where the result of a step lies: `given`, were all in order.
+    """Placement of a step's result; `given` is that for ordered inputs.
 
-    A gather of slices in blocks has the order of the ranks; a scatter along the rows gives such
-    slices.
+    A gather of slices in blocks gives rank order; a scatter along the rows gives such slices.
     """
     if step in (ALL_GATHER, PAD) and place.blocks:
         return replace(given, shuffled=place.dim, order=place.blocks)

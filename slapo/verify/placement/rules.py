@@ -1,4 +1,4 @@
-"""Rules of users' own operations, and of kernels that torch does not see."""
+"""Rules of users' operations, and of kernels that torch does not see."""
 
 from __future__ import annotations
 
@@ -25,40 +25,41 @@ from slapo.verify.placement.mode import PlaceMode
 from slapo.verify.placement.place import NoRule, Place, PlacementViolation, place_of, put_place
 from slapo.verify.placement.sizes import OperationLog
 
-#: On the context of a function: whether anything that it was given was not whole.
+#: Attribute of a function's context: True if any input was not replicated.
 _SAW_PARTS = "_slapo_saw_parts"
 
-#: Functions of autograd with rules of their own: forward, and backward.
+#: Autograd functions with their rules for forward and backward.
 _FUNCTIONS: dict[type[torch.autograd.Function], tuple[Rule, Rule]] = {}
-#: Those whose rules are asked where all is whole too: which ranks they ask may not fit that.
+#: Functions whose rules also run on replicated inputs, because their group may contradict these.
 ASKED_OF_WHOLES: set[type[torch.autograd.Function]] = set()
 
 
 def register_place_rule(operation: Any, rule: Rule, backward: Rule | None = None) -> None:
-    """Say where the results of an operation lie, for :func:`slapo.check`.
+    """Register the placements of an operation's results, for :func:`slapo.check`.
 
-    Needed for operations of ``torch.library`` and for functions of autograd around kernels of your
-    own, where they get slices or partial sums; of whole tensors every operation makes whole ones.
+    Required for ``torch.library`` operations, and for autograd functions around your own kernels,
+    if they get slices or partial sums. Results of replicated tensors are always replicated.
 
     Parameters
     ----------
     operation
         ``torch.ops.mylib.gelu``, one of its overloads, or its name, ``"mylib::gelu"``. Or a
-        subclass of ``torch.autograd.Function``: what its two functions do is not looked at then.
+        subclass of ``torch.autograd.Function``; the check then skips the operations in its two
+        methods.
     rule
-        Takes a :class:`.call.Call`, whose ``places`` say how its tensors are laid out; returns one
-        of them, or a placement of ``torch.distributed.tensor`` such as ``Shard(0)``, for each
-        tensor that the operation returns, or one for all; or raises ``call.misfit(why)``.
+        Function of a :class:`.call.Call`, whose ``places`` are the placements of its tensors. It
+        returns one of them, or a placement of ``torch.distributed.tensor`` such as ``Shard(0)``:
+        one for each returned tensor, or one for all. Or it raises ``call.misfit(why)``.
         :func:`.call.independent_along` makes a rule for operations that work slice by slice along
         some dimensions.
     backward
-        Of a function of autograd, the same for its backward: tensors are the gradients that it is
-        given. An operation of ``torch.library`` has another operation for it.
+        Rule for the backward of an autograd function; the call's tensors are the incoming
+        gradients. A ``torch.library`` operation has a separate operation for its backward.
 
     Raises
     ------
     TypeError
-        If a function of autograd has no rule for its backward, or something else has.
+        If an autograd function has no backward rule, or another operation has one.
 
     Examples
     --------
@@ -88,7 +89,7 @@ def register_place_rule(operation: Any, rule: Rule, backward: Rule | None = None
 
 @contextmanager
 def rules_of_functions(mode: OperationLog) -> Iterator[None]:
-    """Functions of autograd go by their rules while the block runs, and other kernels are seen."""
+    """Apply the rules of autograd functions within the block, and detect Triton kernels."""
     with ExitStack() as stack:
         for cls, (forward, backward) in _FUNCTIONS.items():
             for name, rule in (("forward", forward), ("backward", backward)):
@@ -100,7 +101,7 @@ def rules_of_functions(mode: OperationLog) -> Iterator[None]:
 
 
 def _wrap(cls: type, name: str, wrapper: Callable[..., Any], stack: ExitStack) -> None:
-    """Put what a wrapper makes instead of a static method, until the stack is closed."""
+    """Replace a static method by a wrapped one, until the stack is closed."""
     original = inspect.getattr_static(cls, name)
     function = original.__func__ if isinstance(original, staticmethod) else original
     setattr(cls, name, staticmethod(wrapper(function)))
@@ -152,16 +153,16 @@ def _marking(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mark(ctx: Any, saw_parts: bool) -> None:
-    """Note for the backward pass, whose gradients may be whole where what was kept is sliced.
+    """Record for the backward pass if inputs were sharded; its gradients may be replicated.
 
-    What was kept can be asked for once only under a checkpoint, by the function itself.
+    Under a checkpoint only the function itself may read the saved tensors, and only once.
     """
     if isinstance(ctx, torch.autograd.function.FunctionCtx):
         setattr(ctx, _SAW_PARTS, saw_parts)
 
 
 def _watch_kernels(mode: OperationLog, stack: ExitStack) -> None:
-    """Kernels of Triton write into tensors without an operation of torch."""
+    """Detect Triton kernels, which write into tensors without an operation of torch."""
     jit = sys.modules.get("triton.runtime.jit")
     kernel: Any = getattr(jit, "JITFunction", None)
     if kernel is None:
@@ -179,7 +180,7 @@ def _watch_kernels(mode: OperationLog, stack: ExitStack) -> None:
                 "the operation of torch.library, around it to slapo.register_place_rule"
             )
             raise mode.stop(name, tensors, places, NoRule(why))
-        # Without memory, its results have their sizes and nothing else.
+        # On fake tensors, results have shapes only.
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return launch(self, *args, **kwargs)
         return None

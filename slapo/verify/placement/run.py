@@ -1,4 +1,4 @@
-"""``slapo.check``: one forward and one backward pass, in which every tensor has a place."""
+"""``slapo.check``: one forward and one backward pass that follow every tensor's placement."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slapo.utils.calls import as_call, outline, refuse_batch
 from slapo.utils.outputs import tensors_in
 from slapo.utils.raised import running_in
 
-# Rules of functions of autograd, which enter the registry when they are imported.
+# Imports register the rules of autograd functions.
 from slapo.verify.placement import losses as losses
 from slapo.verify.placement.fake_parameters import FakeParameters, as_before, standing_in
 from slapo.verify.placement.mode import PlaceMode
@@ -44,33 +44,32 @@ LossFn = Callable[[Any], Tensor]
 
 
 def check(sch: Schedule, example_inputs: Any, loss_fn: LossFn | None = None) -> None:
-    """Refuse a tensor-parallel schedule under which the model would train something else.
+    """Raise for a tensor-parallel schedule that would change the training of a model.
 
-    The scheduled model runs once forward and once backward, on this process, without communication:
-    every tensor is followed as whole, sliced or a partial sum through every operation that torch
-    runs, those of the backward pass too, and in the end each gradient has to lie as its parameter
-    does. Models up to some 100 MB run on numbers, larger ones and those on ``meta`` without memory
-    for their weights, which are not touched either way.
+    The scheduled model runs once forward and once backward in this process, without communication.
+    Every tensor is followed through every operation as replicated, sharded or partial, also in the
+    backward pass. Each gradient must have the placement of its parameter. Models up to about 100 MB
+    run on real values, larger ones on fake tensors. Models on ``meta`` need no weights, and weights
+    never change.
 
-    It knows nothing of the values: whether a replacement computes the same, see
-    :class:`slapo.Verify`.
+    Values are not compared: :class:`slapo.Verify` checks that a replacement computes the same.
 
     Parameters
     ----------
     sch
-        The root schedule, before ``slapo.build``. Its group may be one of real processes, all of
-        which call this and hear the same, or a fake one of any size.
+        The root schedule, before ``slapo.build``. Its group may consist of real processes, all of
+        which must call this and raise the same error, or be a fake group of any size.
     example_inputs
-        A tensor, a tuple of positional arguments or a dict of keyword arguments; sizes that differ
-        from each other, and from those of the model, tell most.
+        A tensor, a tuple of positional arguments or a dict of keyword arguments. Sizes that differ
+        from each other, and from the model's, find the most faults.
     loss_fn
-        Output -> scalar. By default the output's ``loss`` if it has one, else all of its tensors.
+        Function from the output to a scalar. The default is the output's ``loss``, or else all of
+        its tensors.
 
     Raises
     ------
     PlacementError
-        Naming the module, the operation, what it was given, and the call that fixes it where that
-        is known.
+        With the module, the operation, its inputs, and the missing call if known.
     SlapoError
         If the model cannot run on these inputs.
 
@@ -104,14 +103,14 @@ def check_call(
     loss_fn: LossFn | None,
     half: torch.dtype | None = None,
 ) -> None:
-    """`check` of a model that is built, whose parameters count as of dtype `half`."""
+    """`check` of a built model, whose parameters count as of dtype `half`."""
     with _raised_alike(sch):
         _Check(sch, args, kwargs, loss_fn, half).run()
 
 
 @contextmanager
 def _raised_alike(sch: Schedule) -> Iterator[None]:
-    """Raise on all ranks what one has found: rank 0 takes a wrong offset for right."""
+    """Raise one rank's error on all ranks, because rank 0 does not notice a wrong offset."""
     error: Exception | None = None
     try:
         yield
@@ -133,8 +132,6 @@ def _raised_alike(sch: Schedule) -> Iterator[None]:
 
 
 class _Check:
-    """One check of one schedule."""
-
     def __init__(
         self,
         sch: Schedule,
@@ -148,19 +145,19 @@ class _Check:
         self.inputs = (args, kwargs)
 
     def run(self) -> None:
-        """Check it, and put everything back."""
+        """Run the check, and restore all state."""
         with ExitStack() as stack:
-            if not self.sch.mod.training:  # one in train mode has its own flags
+            if not self.sch.mod.training:  # a model in train mode keeps its own flags
                 stack.enter_context(in_mode(self.sch.mod, True))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(eager())
-            # A first run may make what later ones find where it was kept.
+            # A difference must persist in a second run: the first may fill caches.
             pair = self._compare() and self._compare()
             if pair is not None:
                 raise wrong_sizes(self.sch, *pair)
 
     def _compare(self) -> Pair | None:
-        """Follow every tensor; return the first operation that is not that of one process."""
+        """Follow every tensor; return the first operation that differs from one process."""
         alone = self._run_alone()
         with states_kept(self.sch.rank), attributes_kept(self.sch.mod):
             return first_difference(self._follow(alone), alone)
@@ -214,7 +211,7 @@ class _Check:
             torch.autograd.backward(wanted, [torch.ones_like(loss) for loss in wanted])
 
     def _watched_by(self, mode: Any, carrier: Carrier) -> tuple[Any, ...]:
-        """Contexts of a run on fake tensors whose operations a mode sees."""
+        """Contexts for a run on stand-ins whose operations `mode` follows."""
         return (
             self.stand_ins.mode(),
             rules_of_functions(mode),
@@ -225,7 +222,7 @@ class _Check:
         )
 
     def _run_alone(self) -> OperationLog:
-        """The operations of the model where nothing is sharded, as far as it runs so."""
+        """Operations of the unsharded model, as far as it runs."""
         sch = self.sch
         mode = OperationLog(sch.mod)
         if sch.world_size == 1:
@@ -238,7 +235,7 @@ class _Check:
                     as_if_alone(),
                     as_before(sch.mod, sch.state.numbers),
                     standing_in(sch.mod, self.stand_ins, sch.group, whole=True),
-                    # As in the run that is compared: kernels ask what needs a gradient.
+                    # As in the compared run: some kernels depend on requires_grad.
                     torch.enable_grad(),
                     *self._watched_by(mode, mode.run_unseen),
                 ):
@@ -247,7 +244,7 @@ class _Check:
                 sch.mod(*args, **kwargs)
                 mode.is_complete = True
         except Exception as error:
-            # As a graph does that numbers of this rank are built in: what ran before it is known.
+            # Such as a graph with local sizes built in; the preceding operations are still valid.
             where = running_in(error, sch.mod) or "the beginning"
             logger.info(
                 "check: no sizes are compared from %r on, as in one process: %s", where, error

@@ -1,6 +1,7 @@
-"""The operations of the model in one process, to compare sizes with.
+"""The operations of the model in one process, to compare sizes.
 
-Half the size of a head where half the number of heads was meant fits every shape, and every slice.
+Placements alone miss some faults: half the head size instead of half the number of heads fits every
+shape and every slice.
 """
 
 from __future__ import annotations
@@ -29,36 +30,36 @@ from slapo.verify.placement.raw_collectives import RAW, raw_collective
 from slapo.verify.placement.reduction_rules import ATTENTION
 from slapo.verify.placement.view_rules import COPIES
 
-#: In place of the size of a dimension along which a tensor is constant.
+#: Placeholder for the size of a dimension along which a tensor is constant.
 ANY = "any"
 
 Shape = tuple[Any, ...]
-#: Shape of a tensor over all ranks.
+#: Function from a tensor to its shape over all ranks.
 Whole = Callable[[Tensor], Shape]
-#: What torch runs: the name, arguments that sizes may be in, and the shapes of the outputs.
+#: One torch operation: its name, arguments that may contain sizes, and output shapes.
 Part = tuple[Any, ...]
 _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 @dataclass
 class Operation:
-    """One call of a function of torch by a module, on the sizes of all ranks."""
+    """One call of a torch function by a module, with the sizes over all ranks."""
 
     path: str
     name: str
     number: int
     parts: list[Part] = field(default_factory=list)
-    #: true if its shapes, or what it reads, depend on values of tensors
+    #: true if its shapes, or a value that it reads, depend on tensor values
     by_value: bool = False
-    #: true if it takes a slice of size 1, for which models have shorter ways
+    #: true if an input is a slice of size 1, for which models may take shortcuts
     on_one: bool = False
 
     def is_like(self, other: Operation) -> bool:
-        """Return whether it is the same call in the same module."""
+        """Return True for the same call in the same module."""
         return (self.path, self.name) == (other.path, other.name)
 
     def difference(self, other: Operation) -> tuple[Part, Part] | None:
-        """The first parts that differ; of other ones, which strides choose, the last results."""
+        """The first parts that differ; if strides led to other parts, only the last ones count."""
         mine, theirs = self.parts, other.parts
         if not self.is_like(other):
             return mine[-1], theirs[-1]
@@ -76,7 +77,7 @@ def _fit(mine: Part, theirs: Part) -> bool:
 
 
 class Calls(TorchFunctionMode):
-    """Follows which function of torch a model has called."""
+    """Tracks the torch function that a model is calling."""
 
     number, name = 0, ""
 
@@ -90,7 +91,7 @@ class Calls(TorchFunctionMode):
 
 
 class OperationLog(TorchDispatchMode):
-    """Notes the operations of a model's forward pass in one process."""
+    """Records the operations of a model's forward pass in one process."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -102,24 +103,24 @@ class OperationLog(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim" or self.quiet:  # an error in the first would end the process
+        if func.namespace == "prim" or self.quiet:  # prim: an error would abort
             return func(*args, **kwargs)
         return (self.collective if func.namespace in RAW else self.operation)(func, args, kwargs)
 
     def operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run the operation, and note it."""
+        """Run the operation, and record it."""
         out = run(func, args, kwargs)
         self.note(func, args, kwargs, out, _shape)
         return out
 
     def collective(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Nothing is communicated."""
+        """Return the result without communication."""
         tensors = tensors_in((args, kwargs))
         return raw_collective(func, args, kwargs, tensors, [PARTIAL_SUM] * len(tensors))
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Do not follow operations in the block: its caller gives the placement."""
+        """Skip operations in the block; the caller sets the placement."""
         self.quiet += 1
         try:
             yield
@@ -127,18 +128,18 @@ class OperationLog(TorchDispatchMode):
             self.quiet -= 1
 
     def is_watching(self) -> bool:
-        """Return whether operations come here: while a graph is captured, modes are off."""
+        """Return True if operations reach this mode; modes are off during a graph capture."""
         return self in _get_current_dispatch_mode_stack()
 
     def run_unseen(self, step: Step, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """A step of tensor parallelism is not an operation of the model."""
+        """Run a step of tensor parallelism without recording its operations."""
         with self.unseen():
             return function(*args, **kwargs)
 
     def note(
         self, func: Any, args: Any, kwargs: Any, out: Any, whole: Whole, on_one: bool = False
     ) -> None:
-        """Note what has run, unless it runs backward or computes nothing."""
+        """Record an operation of the forward pass, unless it computes nothing."""
         name, now = name_of(func), (self.paths.now()[0], self.called.name, self.called.number)
         forward = torch._C._current_graph_task_id() == -1
         if not forward or name in COPIES:
@@ -150,7 +151,8 @@ class OperationLog(TorchDispatchMode):
         numbers = _numbers(func, args, kwargs, whole)
         numbers += (out,) if isinstance(out, (int, float)) else ()
         if by_value := not _BY_VALUE.isdisjoint(func.tags):
-            # One row that was found is not constant along the rows: there may be other numbers.
+            # A found row of size 1 is not constant along the rows: another input may give more
+            # rows.
             whole = _shape
         last.parts.append((name, numbers, *map(whole, tensors_in(out))))
         last.by_value |= by_value
@@ -162,8 +164,8 @@ def _shape(tensor: Tensor) -> Shape:
 
 
 def _numbers(func: Any, args: Any, kwargs: Any, whole: Whole) -> tuple[Any, ...]:
-    """Where a slice begins, over all ranks; of others what is not a size: factors, fractions."""
-    if name_of(func).startswith(ATTENTION):  # heads of keys, which it may repeat
+    """Arguments to compare: the global start of a slice; otherwise factors and fractions."""
+    if name_of(func).startswith(ATTENTION):  # number of key heads, which attention may repeat
         return (whole(argument(func, args, kwargs, "key"))[1],)
     if name_of(func) != "slice":
         kinds = (int, float) if torch.Tag.pointwise in func.tags else (float,)
@@ -178,7 +180,7 @@ Pair = tuple[Operation | None, Operation | None]
 
 
 def first_difference(found: Sequence[Operation], alone: OperationLog) -> Pair | None:
-    """The first operation that is not that of one process."""
+    """The first operation that differs from one process, as a pair, or None."""
     wanted: Sequence[Operation] = alone.operations
     while True:
         pairs = zip_longest(found, wanted)
@@ -192,7 +194,7 @@ def first_difference(found: Sequence[Operation], alone: OperationLog) -> Pair | 
 
 
 def _excused(found: Sequence[Operation], pair: Pair) -> str | None:
-    """The module whose operations may be others: they go by values, or a slice of 1 is there."""
+    """A module whose operations may differ: they depend on values, or it has a slice of size 1."""
     here = [each for each in pair if each is not None]
     paths = [each.path for each in here if each.by_value]
     if len(here) == 1 or not here[0].is_like(here[1]):

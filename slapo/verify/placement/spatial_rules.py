@@ -1,4 +1,4 @@
-"""Rules of operations that work on the pixels of each channel by themselves: pools, resizing."""
+"""Rules of operations on the pixels of each channel: pooling, resizing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slapo.verify.placement.place import PARTIAL_SUM, Place
 _RESIZED: tuple[str, ...] = ("upsample_nearest", "_upsample_nearest_exact", "upsample_linear")
 _RESIZED += ("upsample_bilinear", "upsample_bicubic", "upsample_trilinear")
 _RESIZED += ("reflection_pad", "replication_pad")
-#: Name -> how many dimensions its pixels have; of derivatives, the name goes on.
+#: Name -> number of pixel dimensions; derivatives have longer names.
 _PIXELS = {
     **{f"{kind}_pool{dims}d": dims for kind in ("avg", "max") for dims in (1, 2, 3)},
     **{f"max_pool{dims}d_with_indices": dims for dims in (2, 3)},
@@ -17,12 +17,12 @@ _PIXELS = {
     **{f"fractional_max_pool{dims}d": dims for dims in (2, 3)},
     **{f"{kind}{dims}d": dims for kind in _RESIZED for dims in (1, 2, 3)},
 }
-#: Of a sum of inputs they give the sum of outputs.
+#: Operations that are linear in their input.
 _LINEAR = ("avg_pool", "_adaptive_avg_pool", *_RESIZED)
 
 
 def by_channels(call: Call) -> list[Place]:
-    """The batch or the channels may be sliced."""
+    """Slices along the batch or the channels."""
     pixels = _PIXELS[call.name.removesuffix("_backward")]
     first = next(place for place in call.places if not place.is_whole)
     if first.is_partial and call.name.startswith(_LINEAR):

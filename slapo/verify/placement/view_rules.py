@@ -1,4 +1,4 @@
-"""Rules of operations that move, cut, join or choose along dimensions."""
+"""Rules of operations that move, cut, join or select along dimensions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slapo.verify.placement.place import (
     own_draws,
 )
 
-#: Operations after which a slice may be along one of several dimensions.
+#: Operations whose result may be sharded along one of several dimensions.
 VIEWS = ("view", "_unsafe_view", "reshape", "_reshape_alias", "unflatten")
 #: Operations that compute nothing.
 COPIES = ("clone", "contiguous", "detach", "alias", "_to_copy", "lift_fresh")
@@ -30,29 +30,29 @@ Where = Callable[[int, Call, int], int]
 
 
 def _first(call: Call) -> Place:
-    """The placement of the moved tensor; masked tokens are for a lookup alone."""
+    """The placement of the moved tensor; masked tokens are valid in a lookup only."""
     place = call.places[0]
     if place.kind == MASKED:
         raise call.misfit(MASKED_ELSEWHERE)
-    if place.kind == OWN and place.uniform:  # by which they are for several slices
+    if place.kind == OWN and place.uniform:  # then they are shared by several slices
         raise own_draws()
     return place
 
 
 @rule_for(*VIEWS)
 def view(call: Call) -> list[Place]:
-    """A slice is runs of elements, one for every index before it: it is where such runs are after.
+    """Find the dimension of the result that has the same runs of elements as the slice.
 
-    Where several dimensions fit, as where a rank's share is one head, that is taken which is longer
-    in one process, or along which the tensor lies that it is the gradient of; if neither is known,
-    which the caller left open by -1, or the outermost.
+    Several dimensions may fit, for instance if each rank has one head. Then prefer one that is
+    longer in one process, or the sharded dimension of the tensor whose gradient this is. If neither
+    is known, prefer a dimension that the caller left open by -1, or the outermost.
     """
     place, old, new = _first(call), call.tensors[0].shape, call.outs[0].shape
     if not place.is_slice:
         return [place]
     before = call.of_gradient_of
     if before is not None and before.is_plain and old[place.dim] == 1:
-        # What is whole and of size 1 was used as each rank's slice: one head of keys, for its own.
+        # A replicated tensor of size 1 served as each rank's slice: one head of keys.
         return [PARTIAL_SUM]
     asked = call.get("size", call.get("shape", new))
     fits = []
@@ -69,7 +69,7 @@ def view(call: Call) -> list[Place]:
 def fitting(
     place: Place, old: Sequence[int], new: Sequence[int]
 ) -> Iterator[tuple[int, list[int]]]:
-    """Dimensions of a view along which a slice may lie, with its blocks there."""
+    """Dimensions of a view that can be the sharded one, with its blocks there."""
     inner = prod(old[place.dim + 1 :])
     runs = [size * inner for size in place.blocks_in(old[place.dim])]
     for dim, size in enumerate(new):
@@ -79,25 +79,25 @@ def fitting(
 
 
 def _is_longer(call: Call, place: Place, dim: int) -> bool:
-    """Return whether this dimension alone of the result is that of all ranks in one process."""
+    """Return True if only this dimension of the result is longer in one process, by all ranks."""
     shape = list(call.outs[0].shape)
     own = shape[dim]
-    # A head that ranks share may be repeated there, for each of them.
+    # A head shared by ranks may be repeated there, once for each rank.
     sizes = {place.whole_size(own, call.ranks), own * call.ranks if place.copies > 1 else 0}
     wholes = [(*shape[:dim], size, *shape[dim + 1 :]) for size in sizes]
     return call.shape_in_one_process in wholes
 
 
 def _is_like_forward(call: Call, dim: int, blocks: list[int]) -> bool:
-    """Return whether the tensor that this is the gradient of lies so."""
+    """Return True if this fits the placement of the tensor whose gradient it is."""
     before = call.of_gradient_of
     return before is not None and before.same(before.along(dim, blocks)) and before.is_slice
 
 
 def _covered(runs: list[int], size: int, inner: int) -> list[int]:
-    """The blocks of a dimension of `size`, `inner` elements each, that is made of runs.
+    """Blocks of a dimension of `size` that consists of runs; `inner` elements per index.
 
-    Empty if they do not fill it, or if a boundary between two runs falls into an element.
+    Empty if the runs do not fill it, or if a boundary between runs splits an index.
     """
     if not inner or any(run % inner for run in runs):
         return []
@@ -105,7 +105,7 @@ def _covered(runs: list[int], size: int, inner: int) -> list[int]:
     whole = sum(blocks)
     if size % whole == 0:
         return blocks * (size // whole)
-    # The dimension has some of the blocks, and others before it tell which.
+    # The dimension has some of the blocks; the dimensions before it select them.
     ends = list(itertools.accumulate(blocks))
     if whole % size or size not in ends:
         return []
@@ -148,7 +148,7 @@ def _expanded(dim: int, call: Call, ndim: int) -> int:
     return dim + call.outs[0].ndim - ndim
 
 
-#: Operations that put the dimensions in another order.
+#: Operations that permute dimensions.
 REORDERS = {"transpose": _swapped, "t": _swapped, "swapaxes": _swapped, "permute": _permuted}
 for _name, _where in REORDERS.items():
     rule_for(_name)(_moved(_where))
@@ -159,7 +159,7 @@ rule_for("select_backward")(_moved(_behind_new))
 
 @rule_for("expand", "expand_as")
 def expand(call: Call) -> list[Place]:
-    """A slice stays one, unless its one element is repeated: then ranks repeat different ones."""
+    """Slices stay slices; their own dimension may not be repeated, as ranks differ in it."""
     if call.places[0].kind == OWN:
         return [_repeated_own(call)]
     place = _first(call)
@@ -172,7 +172,7 @@ def expand(call: Call) -> list[Place]:
 
 
 def _repeated_own(call: Call) -> Place:
-    """Random numbers of a rank's own are the same ones along what they are repeated along."""
+    """Per-rank random values are constant along the dimensions of their repetition."""
     place, old, new = call.places[0], call.tensors[0].shape, call.outs[0].shape
     behind = len(new) - len(old)
     grown = {d for d, size in enumerate(new) if d < behind or old[d - behind] != size}
@@ -181,7 +181,7 @@ def _repeated_own(call: Call) -> Place:
 
 @rule_for("repeat", "tile")
 def repeat(call: Call) -> list[Place]:
-    """Along other dimensions each slice by itself; along its own it makes as many blocks."""
+    """Slice by slice along other dimensions; along the sharded one, blocks are repeated."""
     if call.places[0].kind == OWN:
         return [_repeated_own(call)]
     place, repeats = _first(call), call.get("repeats", call.get("dims"))
@@ -196,7 +196,7 @@ def repeat(call: Call) -> list[Place]:
     "split", "split_with_sizes", "slice", "select", "narrow", "chunk", "unbind", "unsafe_split"
 )
 def cut(call: Call) -> list[Place]:
-    """Free along other dimensions; along the sliced one only whole blocks are taken."""
+    """Any cut along other dimensions; only complete blocks along the sharded one."""
     place, tensor = _first(call), call.tensors[0]
     axis = (call.get("dim") or 0) % tensor.ndim
     drops = call.name in ("select", "unbind")
@@ -227,7 +227,7 @@ def cut(call: Call) -> list[Place]:
 def _whole_blocks(
     blocks: tuple[int, ...], start: int, sizes: list[int]
 ) -> list[tuple[int, ...]] | None:
-    """The blocks of parts that follow one another from `start`; None if they cut one."""
+    """Blocks of consecutive parts from `start`; None if a part splits a block."""
     ends = [0, *itertools.accumulate(blocks)]
     found = []
     for size in sizes:
@@ -240,7 +240,7 @@ def _whole_blocks(
 
 @rule_for("slice_backward")
 def slice_backward(call: Call) -> list[Place]:
-    """Among zeros: a slice along the same dimension has got other blocks beside it."""
+    """Pad with zeros; along the sharded dimension, the slice gets other blocks beside it."""
     place, axis = call.places[0], call.get("dim") % call.tensors[0].ndim
     if not place.is_slice or axis != place.dim:
         return [place]
@@ -255,7 +255,7 @@ def slice_backward(call: Call) -> list[Place]:
 
 @rule_for("cat", "concat")
 def cat(call: Call) -> list[Place]:
-    """Parts that have the same placement; along the sliced dimension they become blocks."""
+    """Parts of equal placement; along the sharded dimension they become blocks."""
     ndim = call.outs[0].ndim
     axis = (call.get("dim") or 0) % ndim
     parts = [(t, p) for t, p in zip(call.tensors, call.places, strict=True) if t.numel()]
@@ -278,7 +278,7 @@ def cat(call: Call) -> list[Place]:
 
 @rule_for("stack")
 def stack(call: Call) -> list[Place]:
-    """Parts that have the same placement."""
+    """Parts of equal placement."""
     axis = (call.get("dim") or 0) % call.outs[0].ndim
     first = call.places[0]
     if not all(place.same(first) for place in call.places):
@@ -288,7 +288,7 @@ def stack(call: Call) -> list[Place]:
 
 @rule_for("constant_pad_nd")
 def pad(call: Call) -> list[Place]:
-    """Free along other dimensions than the sliced one; a partial sum takes zeros."""
+    """Any padding along other dimensions than the sharded one; zeros for a partial sum."""
     place, ndim = _first(call), call.tensors[0].ndim
     padding = call.get("pad")
     padded = {ndim - 1 - i // 2 for i, amount in enumerate(padding) if amount}
@@ -302,7 +302,7 @@ def pad(call: Call) -> list[Place]:
 # --- choice by index -----------------------------------------------------------------------------
 @rule_for("index", "_unsafe_index")
 def index(call: Call) -> list[Place]:
-    """Rows chosen by whole indices: of all dimensions but the sliced one."""
+    """Replicated indices into any dimension but the sharded one."""
     place, chosen = call.places[0], call.get("indices")
     others = [p for t, p in zip(call.tensors[1:], call.places[1:], strict=True) if t is not None]
     if not all(other.is_whole for other in others):
@@ -316,7 +316,7 @@ def index(call: Call) -> list[Place]:
 
 
 def _indexed(chosen: Sequence[torch.Tensor | None]) -> tuple[list[int], int]:
-    """Dimensions that indices choose from, and the number of dimensions that they put there."""
+    """Indexed dimensions, and the number of dimensions that replace them."""
     at: list[int] = []
     dim = wide = 0
     for index in chosen:
@@ -330,7 +330,7 @@ def _indexed(chosen: Sequence[torch.Tensor | None]) -> tuple[list[int], int]:
 
 
 def _dims_behind(chosen: Sequence[torch.Tensor | None], ndim: int) -> list[int]:
-    """For each dimension of what indices choose, the one that it was; -1 for those of indices."""
+    """Original dimension of each result dimension; -1 for those of the indices."""
     at, wide = _indexed(chosen)
     kept = [dim for dim in range(ndim) if dim not in at]
     together = at == [*range(at[0], at[-1] + 1)]
@@ -339,7 +339,7 @@ def _dims_behind(chosen: Sequence[torch.Tensor | None], ndim: int) -> list[int]:
 
 
 def _sliced_indices(call: Call) -> list[Place]:
-    """A whole table looked up by slices of indices: the result is sliced as they are."""
+    """A replicated table with sharded indices: the result is sharded like the indices."""
     table, chosen = call.places[0], call.get("indices")
     given = [tensor for tensor in chosen if tensor is not None]
     if table.is_whole and len(given) == 1 and chosen[0] is not None:
@@ -364,7 +364,7 @@ def index_select(call: Call) -> list[Place]:
 
 
 def _put_in(call: Call) -> list[Place]:
-    """Rows put in, or added, at whole indices: the rows lie as what takes them."""
+    """Insert or add rows at replicated indices; rows must have the destination's placement."""
     target, source = call.places[0], call.places[-1]
     if target.is_zero and source.is_slice and _rows_of_slices(call):
         return [PARTIAL_SUM]
@@ -387,7 +387,7 @@ def _put_in(call: Call) -> list[Place]:
 
 @rule_for("scatter", "scatter_add")
 def scatter(call: Call) -> list[Place]:
-    """Along another dimension than the sliced one each slice by itself."""
+    """Slice by slice along other dimensions than the sharded one."""
     first = next(place for place in call.places if not place.is_whole)
     axis = call.get("dim") % call.tensors[0].ndim
     if not first.is_slice:
@@ -406,14 +406,14 @@ rule_for("index_put", "_index_put_impl", "index_add", "index_copy")(_put_in)
 
 
 def _rows_of_slices(call: Call) -> bool:
-    """Return whether each rank adds its rows to zeros, by indices sharded as the rows are."""
+    """Return True if each rank adds its rows to zeros, by indices sharded like the rows."""
     (*between, source), chosen = call.places[1:], call.get("indices") or []
     first = bool(chosen) and chosen[0] is not None and all(i is None for i in chosen[1:])
     return first and bool(call.get("accumulate")) and all(p.same(source) for p in between)
 
 
 def _written_dims(call: Call) -> set[int]:
-    """Dimensions along which indices say where to write."""
+    """Dimensions that the indices write along."""
     chosen, ndim = call.get("indices"), call.tensors[0].ndim
     if chosen is None:
         return {call.get("dim") % ndim}
@@ -421,9 +421,9 @@ def _written_dims(call: Call) -> set[int]:
 
 
 def _put_slices(call: Call, target: Place, source: Place) -> Place:
-    """Rows that are sliced along a dimension that is not indexed, as what takes them is."""
+    """Insert rows sharded along a dimension that is not indexed, like the destination."""
     values, rows, chosen = call.tensors[-1], call.tensors[0], call.get("indices")
-    if chosen is None:  # one tensor of them, for one dimension
+    if chosen is None:  # a single index tensor for one dimension
         chosen = [None] * (call.get("dim") % rows.ndim) + [call.tensors[1]]
     dim = _dims_behind(chosen, rows.ndim)[source.dim - values.ndim]
     if dim < 0:
@@ -435,7 +435,7 @@ def _put_slices(call: Call, target: Place, source: Place) -> Place:
 
 @rule_for("index_fill")
 def fill(call: Call) -> list[Place]:
-    """Along another dimension than the sliced one."""
+    """Fill along another dimension than the sharded one."""
     place, axis = call.places[0], call.get("dim") % call.tensors[0].ndim
     if place.is_slice and place.dim != axis and all(p.is_whole for p in call.places[1:]):
         return [place]
@@ -465,13 +465,13 @@ def halves(call: Call) -> list[Place]:
 
 @rule_for("masked_scatter", "masked_select", "nonzero", "argwhere")
 def refuse_data(call: Call) -> list[Place]:
-    """The size of what is chosen would be another one on each rank."""
+    """Raise, because the size of the selection would differ between ranks."""
     raise call.misfit("what it chooses depends on values that differ between ranks")
 
 
 @rule_for("roll", "unfold", "unfold_backward", "_fft_r2c", "_fft_c2c", "_fft_c2r")
 def along_others(call: Call) -> list[Place]:
-    """Linear, and slice by slice along other dimensions; `unfold` makes its own at the end."""
+    """Linear, and slice by slice along other dimensions; `unfold` adds one at the end."""
     place, ndim = _first(call), min(call.tensors[0].ndim, call.outs[0].ndim)
     given = call.get("dimension", call.get("dims", call.get("dim")))
     dims = {given} if isinstance(given, int) else set(given or range(ndim))
@@ -491,7 +491,7 @@ def complex_numbers(call: Call) -> list[Place]:
 
 @rule_for("pixel_shuffle", "pixel_unshuffle")
 def shuffle(call: Call) -> list[Place]:
-    """Channels become pixels, those of one after the other."""
+    """Channels become pixels, in consecutive groups."""
     place, ndim = _first(call), call.tensors[0].ndim
     if not place.is_slice or place.dim < ndim - 3:
         return [place]
@@ -504,7 +504,7 @@ def shuffle(call: Call) -> list[Place]:
 
 @rule_for("diagonal")
 def refuse_strides(call: Call) -> list[Place]:
-    """Along other dimensions is unknown so far."""
+    """Raise for slices, since the rule for other dimensions is not written yet."""
     place = _first(call)
     if place.is_partial:
         return [place]
