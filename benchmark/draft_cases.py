@@ -80,6 +80,8 @@ TINY: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
     "mamba_num_heads": 4,
     "mamba_head_dim": 32,
     "mamba_n_heads": 4,
@@ -95,10 +97,12 @@ TINY: dict[str, Any] = {
     # chance
     **dict.fromkeys(
         (
+            "activation_dropout",
             "attention_dropout",
             "attention_probs_dropout_prob",
             "attn_pdrop",
             "dropout",
+            "dropout_rate",
             "embd_pdrop",
             "embedding_dropout",
             "hidden_dropout",

@@ -738,6 +738,41 @@ class Routed(Base):
         return out.view_as(x)
 
 
+class Sorted(Base):
+    """Rows are sorted by expert; a router of its own reads how many rows each expert gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = Router(), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc2(self.fc1(x))
+        rows = x.flatten(0, 1)
+        order, counts = self.router(rows)
+        return (
+            torch.zeros_like(rows).index_add(0, order, self.experts(rows[order], counts)).view_as(x)
+        )
+
+
+class Router(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 3)
+
+    def forward(self, rows: Tensor) -> Any:
+        chosen = super().forward(rows).argmax(-1)
+        return chosen.sort(stable=True).indices, F.one_hot(chosen, 3).sum(0).tolist()
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, WIDTH, WIDTH))
+
+    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+        parts = rows.split(counts)
+        return torch.cat([F.linear(p, w) for p, w in zip(parts, self.weight, strict=True)])
+
+
 def skipped_by_a_coin_of_python(h: Tensor) -> Tensor:
     for _ in range(6):
         h = torch.sin(h) if random.random() > 0.5 else h
@@ -747,14 +782,25 @@ def skipped_by_a_coin_of_python(h: Tensor) -> Tensor:
 COINS = [skipped_by_a_coin, skipped_by_a_coin_of_python]
 
 
-@pytest.mark.parametrize("make", [Routed, *(functools.partial(Base, coin) for coin in COINS)])
+@pytest.mark.parametrize(
+    "make", [Routed, Sorted, *(functools.partial(Base, coin) for coin in COINS)]
+)
 def test_what_goes_by_values(ranks: int, make: Callable[[], nn.Module]) -> None:
     for seed in range(5):
         torch.manual_seed(seed)
         sch = split(make())
-        for number in range(len(getattr(sch.mod, "experts", ()))):
+        for number in range(3 if isinstance(sch.mod, Routed) else 0):
             split_pair(sch[f"experts.{number}"])
         check(sch, X)
+
+
+@pytest.mark.parametrize("read", [Tensor.tolist, Tensor.numpy])
+def test_values_of_slices_are_not_read(ranks: int, read: Callable[[Tensor], Any]) -> None:
+    def scaled(h: Tensor) -> Tensor:
+        return h / float(max(read(h.detach().mean((0, 1)))))
+
+    with pytest.raises(slapo.PlacementError, match="a Python number is read"):
+        check(split(Base(scaled)), X)
 
 
 def test_one_row_found_by_values(ranks: int) -> None:

@@ -52,6 +52,8 @@ from slapo.verify.placement.replicated_shards import followed, is_shared
 from slapo.verify.placement.sizes import ANY, OperationLog, Shape
 from slapo.verify.placement.view_rules import VIEWS
 
+_READ = "a Python number is read from what differs between ranks"
+
 
 class PlaceMode(OperationLog):
     """Assign a placement to every tensor, and stop at the first invalid operation."""
@@ -97,11 +99,18 @@ class PlaceMode(OperationLog):
         self.note(func, args, kwargs, out, self._whole_shape, on_one)
         return out
 
+    def read(self, name: str, tensor: Tensor) -> None:
+        """Raise if Python reads the values of a slice or a partial sum."""
+        place = place_of(tensor)
+        if not self.quiet and not place.is_whole:
+            raise self.stop(name, [tensor], [place], PlacementViolation(_READ))
+        super().read(name, tensor)
+
     # --- placements --------------------------------------------------------------------------
     def _settle(self, call: Call) -> None:
         try:
             if call.name == "_local_scalar_dense" and not call.places[0].is_whole:
-                raise PlacementViolation("a Python number is read from what differs between ranks")
+                raise PlacementViolation(_READ)
             found = _places_of(call)
             if any(out is tensor for out in call.outs for tensor in call.tensors):
                 self._check_in_place(call, found)

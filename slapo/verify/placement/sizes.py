@@ -38,6 +38,8 @@ Shape = tuple[Any, ...]
 Whole = Callable[[Tensor], Shape]
 #: One torch operation: its name, arguments that may contain sizes, and output shapes.
 Part = tuple[Any, ...]
+#: Methods that return a tensor's values without an operation that a dispatch mode sees.
+_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -77,15 +79,21 @@ def _fit(mine: Part, theirs: Part) -> bool:
 
 
 class Calls(TorchFunctionMode):
-    """Tracks the torch function that a model is calling."""
+    """Tracks the torch function that a model is calling; passes on the values that it reads."""
 
     number, name = 0, ""
+
+    def __init__(self, on_read: Callable[[str, Tensor], None]) -> None:
+        super().__init__()
+        self._on_read = on_read
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.number, self.name = self.number + 1, getattr(func, "__name__", "")
         out = func(*args, **(kwargs or {}))
+        if func in _READS:
+            self._on_read(self.name, args[0])
         self.name = ""
         return out
 
@@ -95,7 +103,7 @@ class OperationLog(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.paths, self.called = Paths(model), Calls()
+        self.paths, self.called = Paths(model), Calls(self.read)
         self.operations: list[Operation] = []
         self.quiet, self.is_complete = 0, False
 
@@ -140,14 +148,10 @@ class OperationLog(TorchDispatchMode):
         self, func: Any, args: Any, kwargs: Any, out: Any, whole: Whole, on_one: bool = False
     ) -> None:
         """Record an operation of the forward pass, unless it computes nothing."""
-        name, now = name_of(func), (self.paths.now()[0], self.called.name, self.called.number)
-        forward = torch._C._current_graph_task_id() == -1
-        if not forward or name in COPIES:
+        name = name_of(func)
+        if _in_backward() or name in COPIES:
             return
-        last = self.operations[-1] if self.operations else None
-        if last is None or (last.path, last.name, last.number) != now:
-            last = Operation(*now)
-            self.operations.append(last)
+        last = self._operation()
         numbers = _numbers(func, args, kwargs, whole)
         numbers += (out,) if isinstance(out, (int, float)) else ()
         if by_value := not _BY_VALUE.isdisjoint(func.tags):
@@ -157,6 +161,27 @@ class OperationLog(TorchDispatchMode):
         last.parts.append((name, numbers, *map(whole, tensors_in(out))))
         last.by_value |= by_value
         last.on_one |= on_one
+
+    def read(self, name: str, tensor: Tensor) -> None:
+        """Record the values that Python reads from a tensor."""
+        if self.quiet or _in_backward():
+            return
+        last = self._operation()
+        last.parts.append((name, tuple(tensor.flatten().tolist())))
+        last.by_value = True
+
+    def _operation(self) -> Operation:
+        """The torch function that runs now, as the last operation of the log."""
+        now = self.paths.now()[0], self.called.name, self.called.number
+        last = self.operations[-1] if self.operations else None
+        if last is None or (last.path, last.name, last.number) != now:
+            last = Operation(*now)
+            self.operations.append(last)
+        return last
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _shape(tensor: Tensor) -> Shape:
@@ -182,21 +207,29 @@ Pair = tuple[Operation | None, Operation | None]
 def first_difference(found: Sequence[Operation], alone: OperationLog) -> Pair | None:
     """The first operation that differs from one process, as a pair, or None."""
     wanted: Sequence[Operation] = alone.operations
+    readers: list[str] = []
     while True:
         pairs = zip_longest(found, wanted)
         pair = next(((a, b) for a, b in pairs if not (a and b) or a.difference(b)), None)
         if pair is None or (pair[1] is None and not alone.is_complete):
             return None
-        path = _excused(found, pair)
+        path = _excused(found, pair, readers)
         if path is None:
             return pair
         found, wanted = ([o for o in log if not contains(path, o.path)] for log in (found, wanted))
 
 
-def _excused(found: Sequence[Operation], pair: Pair) -> str | None:
-    """A module whose operations may differ: they depend on values, or it has a slice of size 1."""
+def _excused(found: Sequence[Operation], pair: Pair, readers: list[str]) -> str | None:
+    """A module whose operations may differ, or None.
+
+    They depend on values, in the module itself or in a sibling that reads other values, as a router
+    does for its experts; or the module has a slice of size 1.
+    """
     here = [each for each in pair if each is not None]
     paths = [each.path for each in here if each.by_value]
+    readers += paths
+    around = [path.rpartition(".")[0] for path in readers if path]
+    paths += [o.path for o in here if any(contains(path, o.path) for path in around)]
     if len(here) == 1 or not here[0].is_like(here[1]):
         with_one = {each.path for each in found if each.on_one}
         paths += [each.path for each in here[::-1] if each.path in with_one]
