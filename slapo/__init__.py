@@ -1,7 +1,7 @@
 """Slapo: a schedule language for training large PyTorch models.
 
-A schedule states how an unmodified ``nn.Module`` runs: which kernels, sharded how, checkpointed
-where. The definition of the model stays untouched.
+A schedule sets how an unmodified ``nn.Module`` runs: kernels, sharding, checkpointing, pipeline
+stages. The model definition stays untouched.
 
 Examples
 --------
@@ -97,7 +97,7 @@ __all__ = [
     "suggest",
 ]
 
-#: Names that are imported when they are first asked for, and where from.
+#: Lazily imported name -> the module that defines it.
 _LATE = {
     "Database": "slapo.autotune",
     "Engine": "slapo.framework_dialect",

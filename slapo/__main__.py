@@ -1,4 +1,4 @@
-"""``python -m slapo``."""
+"""Entry point of ``python -m slapo``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""From a schedule to something that runs."""
+"""Build a runnable model or engine from a schedule."""
 
 from __future__ import annotations
 
@@ -54,32 +54,32 @@ def build(
 ) -> tuple[Any, Any]:
     """Make the scheduled model ready to run.
 
-    Checks that ranks agree on the schedule and that ties hold, cuts it in pipeline stages, creates
-    parameters that are on ``meta``, and lowers the schedule to a runtime. Parameters of stages that
-    run on other ranks are let go of.
+    Checks that ranks agree on the schedule and that ties hold. Cuts the model into pipeline stages,
+    creates parameters that are on ``meta``, and lowers the schedule to a runtime. Frees the
+    parameters of stages that run on other ranks.
 
     Parameters
     ----------
     sch
-        The root schedule; or a node, which is a whole model by itself then. Nothing above it may
-        have been scheduled.
+        The root schedule. A node below it is built as a model of its own, provided that nothing
+        above it was scheduled.
     target
         None for the transformed ``nn.Module`` itself, else the name of a runtime: ``"torch"``,
         ``"deepspeed"``, ``"megatron"``, or one that you registered.
     init_weights
-        How to create parameters on ``meta``: True for the model's own initialization, a callable
-        ``fn(module)`` or ``fn(module, path)``, or False to leave them.
+        Initialization of parameters on ``meta``: True for the model's own, a callable
+        ``fn(module)`` or ``fn(module, path)``, or False to leave them on ``meta``.
     check
-        When :func:`slapo.check` runs, if something is sharded: ``"first batch"`` on the first
-        micro-batch that the engine trains on; on example inputs that you give, before anything
-        else; True, on those that the schedule has seen last, in :class:`slapo.Verify`, ``check`` or
-        as `example_inputs` of a trace; or False, never. Without a target, every value but False
-        compares the first gradients of parameters that all tensor-parallel ranks hold whole;
-        engines do that at the first steps and at every hundredth.
+        When :func:`slapo.check` runs, if something is sharded. ``"first batch"``: on the first
+        micro-batch that the engine trains on. Example inputs: on these, before the build starts.
+        True: on the last inputs of the schedule, from :class:`slapo.Verify`, ``check`` or the
+        `example_inputs` of a trace. False: never. Without a target, every value but False also
+        compares the first gradients of parameters that are replicated over the tensor-parallel
+        ranks. Engines compare them at the first steps and at every hundredth.
     **kwargs
-        For the runtime; a name that it does not know is an error with the nearest one. Without a
-        target there is ``sync_replicated``: True gives what is whole on every rank the values of
-        the first, in place of an error where they differ.
+        Options of the runtime; an unknown name raises an error with the nearest one. Without a
+        target the only option is ``sync_replicated``: True copies the first rank's values of
+        replicated tensors to all ranks, instead of raising an error where they differ.
 
         Every target takes ``mesh`` (from :func:`slapo.init_mesh`), ``loss_fn(output, target)``
         (the mean of a micro-batch, or ``(sum, count)``), ``loss_mean``,
@@ -97,24 +97,24 @@ def build(
         ``"megatron"``: also ``distributed_optimizer``, ``overlap_grad_reduce`` and
         ``data_parallel_options``.
 
-        What each means is told by :class:`slapo.framework_dialect.options.TrainingOptions`, by the
-        options of the target and by the guide on runtimes.
+        Each option is documented at :class:`slapo.framework_dialect.options.TrainingOptions`, at
+        the options of the target, and in the guide on runtimes.
 
     Returns
     -------
     model
         The module, or the runtime's engine.
     optimizer
-        The runtime's, None without one.
+        The runtime's optimizer; None if there is none.
 
     Raises
     ------
     PlacementError
         If `check` finds that the model would train something else.
     SlapoError
-        If ranks applied different schedules, or hold different values of what is whole on all, if
-        something above a node was scheduled, a tie broke, a module cannot initialize its
-        parameters, or the schedule needs a runtime it is not built for.
+        If ranks applied different schedules or hold different values of a replicated tensor;
+        something above a node was scheduled; a tie is broken; a module cannot initialize its
+        parameters; or the schedule needs a runtime that it is not built for.
 
     Examples
     --------
@@ -185,7 +185,7 @@ def build(
 
 
 def _remember_folder(sch: Schedule, folder: str) -> None:
-    """Read what `from_pretrained` has left on meta."""
+    """Register the folder of `from_pretrained` as the source of tensors that it left on meta."""
     if sch.state.loader is not None or not has_meta_tensors(sch.mod):
         return
     if sch.parent is not None:
@@ -193,18 +193,18 @@ def _remember_folder(sch: Schedule, folder: str) -> None:
             f"build(sch[{sch.path!r}]): the values are in {folder}, of which build of the root "
             "reads its own; make the model outside of init_empty_weights()"
         )
-    from slapo.pretrained import load_pretrained  # of models of Transformers only
+    from slapo.pretrained import load_pretrained  # for models of Transformers only
 
     load_pretrained(sch, folder)
 
 
 def _hook_in(model: nn.Module, parts: Iterable[nn.Module]) -> None:
-    """Take over the model's own saving; errors name the module that was running."""
+    """Take over the model's own saving; let errors name the module that was running."""
     for part in parts if sys.version_info >= (3, 11) else ():
         if note_module not in part._forward_hooks.values():
             part.register_forward_hook(note_module, always_call=True)
     if hasattr(innermost(model), "save_pretrained"):
-        from slapo.pretrained import take_over_saving  # of models of Transformers only
+        from slapo.pretrained import take_over_saving  # for models of Transformers only
 
         take_over_saving(model)
 
@@ -221,7 +221,7 @@ def _check_places(sch: Schedule, inputs: Any) -> None:
 
 
 def _check_first_call(sch: Schedule, *call: Any) -> None:
-    """Check places on a batch; what the check cannot follow is left to compared gradients."""
+    """Check placements on a batch; if the check cannot follow it, only gradients are compared."""
     began = time.monotonic()
     try:
         check_call(sch, *call)
@@ -240,7 +240,7 @@ def _check_first_call(sch: Schedule, *call: Any) -> None:
 
 
 def _as_whole(sch: Schedule) -> Schedule:
-    """A node as the root of a schedule of its own; a root as it is."""
+    """Return a node as the root of its own schedule; a root is returned as it is."""
     if sch.parent is None:
         return sch
     top, above = sch.get_top_schedule(), {node.path for node in sch.ancestors()}
@@ -253,7 +253,7 @@ def _as_whole(sch: Schedule) -> Schedule:
         )
     check_ties(top.mod, top.state.ties)
     state = ScheduleState(TieGroups(sch.mod), sch.state.start_note)
-    state.original = sch.state.original  # by whose names its tensors are called
+    state.original = sch.state.original  # the names of its tensors stay those of the original model
     state.history += [
         replace(record, path=record.path[len(sch.path) :].lstrip("."))
         for record in sch.history
@@ -285,7 +285,7 @@ def _build_module(
     _hook_in(sch.mod, [sch.mod])
     refuse_earlier_optimizers(sch.mod, sch.state.parameters)
     if sch.world_size > 1:
-        from slapo.sharding.whole_steps import watch_optimizers  # where something may be split only
+        from slapo.sharding.whole_steps import watch_optimizers  # only if something may be sharded
 
         watch_optimizers(sch.mod, sch.group)
     sch.state.built_for = ""
@@ -293,7 +293,7 @@ def _build_module(
 
 
 def _prepare(sch: Schedule, runtime: Runtime) -> Lowering:
-    """Check the schedule and cut it; on an error it is as it was."""
+    """Check the schedule and cut it; an error restores the schedule."""
     whole = sch.mod
     if isinstance(whole, PipelinedModule):
         return _share_out(sch, whole, runtime)
@@ -323,7 +323,7 @@ def _create_all(
     init_weights: bool | Callable[..., Any],
     **given: Any,
 ) -> None:
-    """`_create`, after which nothing is on meta."""
+    """`_create`, then refuse parameters left on meta."""
     _create(sch, lowering.module, init_weights, tuple(lowering.stages), **given)
     all_ranks_or_none(what, lambda: _check_filled(lowering, what))
 
@@ -336,14 +336,14 @@ def _create(
     among: dist.ProcessGroup | None = None,
     shares: Shares | None = None,
 ) -> None:
-    """Create what runs here and is on meta; read what the folder has; release other stages."""
+    """Create the meta tensors that run here, load values of the folder, release other stages."""
     model, group, loader = sch.mod, sch.group, sch.state.loader
     divide = None if shares is None else shares.divide
     if isinstance(model, PipelinedModule):
         if model.whole is not None:
             model.give_tensors(stages)
             wanted = {id(tensor) for _, tensor in _tensors_of(here)}
-            # One for all ranks: stages draw alike what they share.
+            # One seed for all ranks: stages must initialize shared parameters alike.
             seed = gathered(int(torch.randint(2**31, ())), None)[0]
             materialize(model.whole, init_weights, group, None, wanted, loader, among, seed)
             model.renew_tensors()
@@ -390,7 +390,7 @@ def _refuse_runtime_features(sch: Schedule, kwargs: dict[str, Any]) -> None:
 
 
 def check_same_schedule(sch: Schedule, everywhere: bool = False) -> None:
-    """Every rank applied the same primitives in the same order."""
+    """Refuse schedules that differ between ranks: primitives and their order must be the same."""
     group = None if everywhere else sch.group
     if not has_peers(group) or (sch.world_size == 1 and not everywhere):
         return
@@ -416,15 +416,16 @@ def _first_difference(left: list[Any], right: list[Any]) -> int:
 
 
 def _check_shards(sch: Schedule) -> None:
-    """Refuse sharded modules that compute something else than the whole one does."""
+    """Refuse sharded modules that do not compute what the original module does."""
     if sch.world_size == 1:
         return
-    # Of the model, not of the tree: a flat trace takes what is in its leaves out of that.
+    # Checks the model and not the tree: a flat trace removes modules inside its leaves from the
+    # tree.
     check_modules(sch.mod)
 
 
 def _renew_tags(sch: Schedule) -> None:
-    """Tags follow a parameter that the user replaced by hand."""
+    """Put the sharding tags on parameters that the user has replaced by hand."""
     for module in map(innermost, sch.mod.modules()):
         state = sharding_of(module)
         if state is not None:

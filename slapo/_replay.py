@@ -29,52 +29,53 @@ def replay(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     allow: Collection[str] = (),
 ) -> Schedule:
-    """Make a schedule of `model` and apply the primitives of a record to it, in order.
+    """Create a schedule of `model` and apply the primitives of a record to it, in order.
 
-    On the model that was recorded the schedule is the same, with the same ``digest()``. The group
-    may have another size: what is recorded of ``shard`` and ``sync`` holds for any. When a step
-    fails, the model is left as it was.
+    On the recorded model the schedule is the same, with the same ``digest()``. The group may have
+    another size: records of ``shard`` and ``sync`` hold for any size. If a step fails, the model is
+    left as it was.
 
     Parameters
     ----------
     model
         Any module; it is not copied.
     record
-        The path of what ``sch.record.save`` wrote, or a :class:`ScheduleRecord`.
+        A :class:`ScheduleRecord`, or the path of a file written by ``sch.record.save``.
     group
         The tensor-parallel group, as for :func:`create_schedule`.
     allow
-        Packages, such as ``["mypackage"]``, that a record from a file may import functions and
-        classes from, besides torch, slapo and transformers.
+        Packages, such as ``["mypackage"]``, from which a record file may import functions and
+        classes, in addition to torch, slapo and transformers.
 
     Returns
     -------
     Schedule
-        The root node. The lines of its records are those of the program that was recorded.
+        The root node. Its records keep the line numbers of the recorded program.
 
     Raises
     ------
     SlapoError
         If an argument cannot be rebuilt or imported, a file names something that is not allowed, a
-        number would be wrong for another size of the group, or a graph is not the recorded one.
+        number would be wrong for another group size, or a graph differs from the recorded one.
     KeyError
-        If the model lacks a path; the nearest are named.
+        If the model lacks a path; the message has the nearest ones.
     ValueError
-        If it is not a record, has an unknown version, or a primitive that is not registered.
+        If `record` is not a record, has an unknown version, or a primitive that is not registered.
 
     Warns
     -----
     UserWarning
-        If a function or a module is another one than was recorded, though the name is the same.
+        If a function or a module of the recorded name is a different one now.
 
     Notes
     -----
-    A record from a file is data: it names classes of modules and functions of tensors in torch,
-    slapo and transformers, and whatever the packages in `allow` have. All names are checked before
-    anything is imported from another package or called.
+    A record file is data: it names classes of modules and functions of tensors in torch, slapo and
+    transformers, and anything in the packages of `allow`. All names are checked before anything is
+    imported from another package or called.
 
-    Until the last step is done, what each took away (the rest of a sharded weight, a module that
-    was replaced) is held, to be put back if one fails. Of a model on ``meta`` that is nothing.
+    Tensors and modules that a step removes, such as a replaced module or the rest of a sharded
+    weight, are kept until the last step is done. So a failure can restore them. For a model on
+    ``meta`` this costs no memory.
 
     Examples
     --------
@@ -135,7 +136,7 @@ def _primitive(step: int, record: Record) -> type[Primitive]:
 
 
 def _searches(record: ScheduleRecord) -> dict[int, list[tuple[str, Found]]]:
-    """Step -> searches that were made before it for a later step, each with the node's path."""
+    """Step -> the searches that ran before it for a later step, each with the path of its node."""
     found: dict[int, list[tuple[str, Found]]] = {}
     for step, each, _, part in _parts(record):
         if isinstance(part, Found) and part.ago > 0:
@@ -154,15 +155,15 @@ def _below(sch: Schedule, path: str) -> str:
 
 
 def _parts(record: ScheduleRecord) -> Iterator[tuple[int, Record, str, Part]]:
-    """All stand-ins in the arguments of a record, and where they stand."""
+    """Yield all stand-ins in the arguments of a record, each with its step, record and argument."""
     for step, each in enumerate(record):
         for name, value in each.given.items():
             yield from ((step, each, name, p) for p in walk(value) if isinstance(p, Part))
 
 
 def _check_imports(record: ScheduleRecord, allow: Collection[str]) -> None:
-    """Import all that is named and may be, before anything is changed."""
-    for check in (check_package, check_value):  # nothing is imported before all may be
+    """Import every allowed name before anything is changed."""
+    for check in (check_package, check_value):  # all names are checked before the first import
         for step, each, name, part in _parts(record):
             named = part.cls if isinstance(part, ModuleSpec) else part
             if isinstance(named, Named):
@@ -172,14 +173,14 @@ def _check_imports(record: ScheduleRecord, allow: Collection[str]) -> None:
                     raise SlapoError(f"replay: step {step}, {each}: {name}: {error}") from error
 
 
-#: Primitives whose integers may count something that another number of ranks has less of.
+#: Primitives whose integer arguments may depend on the number of ranks.
 _PER_RANK = frozenset({"set", "replace", "replace_all"})
-#: Arguments that are the same for any number of ranks.
+#: Arguments that do not depend on the number of ranks.
 _FOR_ALL = frozenset({"axis", "dilation", "dim", "end_dim", "kernel_size", "start_dim", "stride"})
 
 
 def _check_numbers(record: ScheduleRecord, world_size: int) -> None:
-    """Refuse numbers that may be those of a rank, where there are more ranks or less."""
+    """Refuse integers that may depend on the rank count, if the record has another world size."""
     if record.world_size == world_size:
         return
     for step, each in enumerate(record):
@@ -201,7 +202,7 @@ def _check_numbers(record: ScheduleRecord, world_size: int) -> None:
 
 
 def _numbers(value: Any) -> Iterator[int]:
-    """Integers among the arguments of a primitive that may be the number of something."""
+    """Yield the integers among a primitive's arguments that may be sizes or counts."""
     if type(value) is int and value > 0:
         yield value
     elif isinstance(value, dict):
@@ -216,7 +217,7 @@ def _numbers(value: Any) -> Iterator[int]:
 
 
 def _apply(sch: Schedule, primitive: type[Primitive], record: Record, what: str) -> bool:
-    """Apply one record; False where an argument is not what it was, though called the same."""
+    """Apply one record; False if an argument differs from the recorded one of the same name."""
     try:
         node = sch[_below(sch, record.path)]
         values = {name: revive(value, node) for name, value in record.given.items()}
@@ -230,7 +231,7 @@ def _apply(sch: Schedule, primitive: type[Primitive], record: Record, what: str)
         where = f"{what} (recorded at {record.location})"
         error.args = (f"{where}: {message}; the model is as it was", *error.args[1:])
         raise
-    # What a function makes for its place may well have other sizes at this one.
+    # Modules made by a function for their place may differ in size at this world size.
     made_here = any(isinstance(value, MadeBy) for value in record.given.values())
     return made_here or identity == record.identity
 
@@ -238,7 +239,7 @@ def _apply(sch: Schedule, primitive: type[Primitive], record: Record, what: str)
 def _call(
     primitive: type[Primitive], values: dict[str, Any], positional: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments by position and by name, as the recorded call had them."""
+    """Return the positional and keyword arguments of the recorded call."""
     parameters = inspect.signature(primitive.apply).parameters
     rest = next((p.name for p in parameters.values() if p.kind is p.VAR_POSITIONAL), None)
     names = list(values)

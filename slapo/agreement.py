@@ -1,8 +1,8 @@
-"""Errors and checks that all ranks of a group meet at once.
+"""Errors and checks that all ranks of a group reach together.
 
-An error on one rank alone leaves the others waiting in their next collective. What may go wrong on
-some ranks only is therefore run through :func:`all_ranks_or_none`, and what must be alike is
-compared by :func:`same_on_all_ranks`: either every rank goes on, or every rank raises.
+An error on one rank alone leaves the others waiting in their next collective. Code that may fail
+on some ranks only therefore runs through :func:`all_ranks_or_none`, and values that must be equal
+are compared by :func:`same_on_all_ranks`: either every rank continues, or every rank raises.
 
 Both are collectives: every rank of the group has to call them. They do nothing in a world of one
 and under torch's fake process group, whose other ranks do not exist.
@@ -25,11 +25,11 @@ from slapo.errors import SlapoError
 
 T = TypeVar("T")
 
-# What the weight of an element grows by from row to row, from column to column and in the rest of a
-# checksum: odd and far apart, so that no two places weigh the same.
+# Increments of an element's weight per row, per column and in the two remainders of a checksum.
+# They are odd and far apart, so that no two positions have the same weight.
 _STEPS = (2_654_435_761, 40_503_000_787, 805_459_861_301, 97_711_124_347)
 
-# The lower half of a word, and what the weight of the upper one is larger by: even.
+# The lower half of a word, and the extra weight of the upper half: even, so that weights stay odd.
 _LOW, _UPPER = 2**32 - 1, 918_273_645_546_372
 
 _BROKEN = re.compile(
@@ -37,17 +37,17 @@ _BROKEN = re.compile(
     re.IGNORECASE,
 )
 
-# Seconds that other ranks have to notice a failure and to read what it was.
+# Seconds that other ranks have to notice a failure and to read its cause.
 _PATIENCE = 3.0
 
-# On an exception that every rank of the group raises: no rank is left waiting.
+# Attribute of an exception that every rank of the group raises: no rank is left waiting.
 _ON_EVERY_RANK = "_slapo_on_every_rank"
 
 
 def all_ranks_or_none(
     what: str, check: Callable[[], T], group: dist.ProcessGroup | None = None
 ) -> T:
-    """Run ``check`` on each rank; if it raises on any of them, raise on all."""
+    """Run ``check`` on each rank; if it raises on any rank, raise on all."""
     if not has_peers(group):
         return check()
     result, error = _attempt(check)
@@ -64,7 +64,7 @@ def same_on_all_ranks(
     group: dist.ProcessGroup | None = None,
     remedy: str = "pass the same on every rank",
 ) -> None:
-    """Refuse, on every rank, values that differ between ranks."""
+    """Raise on every rank if a value differs between ranks."""
     if not has_peers(group):
         return
     values = gathered(value, group)
@@ -84,18 +84,18 @@ def same_on_all_ranks(
 
 
 def extremes(values: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """The largest and the smallest of each value over the ranks, by one collective."""
-    mirrored = -values if values.is_floating_point() else ~values  # -x has no place for the least
+    """Return the elementwise maximum and minimum over the ranks, in one collective."""
+    mirrored = -values if values.is_floating_point() else ~values  # -x overflows for the least
     both = torch.stack([values, mirrored]).to(communication_device(group))
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     return both[0], -both[1] if values.is_floating_point() else ~both[1]
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """A 0-dim integer that changes with any element or swap of elements; NaN is as good as any.
+    """Return a 0-dim integer that changes with any element or swap of elements.
 
-    Sums over the rows and over the columns of the bytes laid out in a square of 64-bit numbers,
-    each weighted by its place: two passes over the data and no copy of it.
+    Views the bytes as a square of 64-bit integers and sums its rows and columns, weighted by
+    position: two passes over the data, no copy. NaN is compared like any other value.
     """
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)
     whole = flat.numel() // 8 * 8
@@ -110,18 +110,19 @@ def checksum(tensor: Tensor) -> Tensor:
     for step, part in zip(_STEPS, parts, strict=True):
         places = torch.arange(part.numel(), device=flat.device)
         weights = 2 * places * step + 1
-        # Overflow wraps, by which the upper bits of a word would lose most of their weight.
+        # Overflow wraps, so the upper bits of a word would lose most of their weight: weigh halves
+        # apart.
         for half, extra in ((part & _LOW, 0), (part >> 32 & _LOW, _UPPER)):
             total = total + (half * (weights + extra)).sum()
     return total
 
 
 def communication_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where small tensors have to be for the collectives of ``group``."""
+    """Device on which small tensors must be for the collectives of ``group``."""
     if "cpu:" in str(dist.get_backend_config(group)):
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None  # a backend without cpu was started on it
+    assert accelerator is not None  # without a CPU backend, the group is on an accelerator
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
@@ -133,7 +134,7 @@ def has_peers(group: dist.ProcessGroup | None = None) -> bool:
 
 
 def is_broken_collective(error: BaseException) -> bool:
-    """Return whether this is the error of a collective that lost another rank, or its timeout."""
+    """Return whether an error is that of a collective that lost another rank or timed out."""
     if isinstance(error, SlapoError) or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, dist.DistError) or bool(_BROKEN.search(str(error)))
@@ -146,36 +147,39 @@ def on_every_rank(error: T) -> T:
 
 
 def is_on_every_rank(error: BaseException) -> bool:
-    """Return whether all ranks raise this exception together, so that none waits for another."""
+    """Return whether all ranks raise this exception, so that no rank waits for another."""
     return getattr(error, _ON_EVERY_RANK, False)
 
 
 class FirstFailure:
-    """The first failure on any rank, kept in a store for ranks that meet a broken collective.
+    """First failure on any rank, kept in a store for ranks whose collective breaks.
 
-    A store whose keeper is gone is met with silence here: who reads it knows that by its error.
+    Errors of a store that is gone are ignored here, except in `told`: a reader needs that error.
     """
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store, self._rank = store, rank
 
     def tell(self, text: str) -> None:
-        """Leave `text`, unless something has failed before."""
+        """Record `text`, unless a failure is recorded already."""
         with suppress(RuntimeError):
             if not self._store.check(["failed"]):
                 self._store.set("failed", text)
 
     def told(self) -> str:
-        """The first failure, or an empty text; RuntimeError if the store is gone."""
+        """Return the first failure, or an empty string; RuntimeError if the store is gone."""
         return self._store.get("failed").decode() if self._store.check(["failed"]) else ""
 
     def forget(self) -> None:
-        """All ranks know of it, and go on."""
+        """Delete the record, once all ranks have handled the failure and continue."""
         with suppress(RuntimeError):
             self._store.delete_key("failed")
 
     def wait_for_readers(self, ranks: Callable[[], Iterable[int]]) -> None:
-        """Stay for a moment until others have read it: the store may go with this process."""
+        """Wait briefly until other ranks have read the failure.
+
+        The store may end with this process.
+        """
         deadline = time.monotonic() + _PATIENCE
         with suppress(RuntimeError):
             self._store.set(f"read/{self._rank}", "")
@@ -193,7 +197,7 @@ def _attempt(check: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """The values of all ranks of the group, in their order; every rank calls it."""
+    """Return the values of all ranks of the group in rank order. A collective."""
     if not has_peers(group):
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -202,7 +206,7 @@ def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def _raise_everywhere(what: str, error: Exception | None, group: dist.ProcessGroup | None) -> None:
-    """Raise this rank's own error, or one that tells of the other ranks'."""
+    """Raise this rank's own error, or one that reports the failures of other ranks."""
     texts = gathered(f"{type(error).__name__}: {error}" if error else None, group)
     if error is not None:
         raise _raised_by(group, error)
@@ -215,6 +219,6 @@ def _raise_everywhere(what: str, error: Exception | None, group: dist.ProcessGro
 
 
 def _raised_by(group: dist.ProcessGroup | None, error: Exception) -> Exception:
-    """Mark an error of all ranks of a group, unless there are others that do not know of it."""
+    """Mark an error that all ranks raise, if the group covers the world."""
     everybody = group is None or group.size() == dist.get_world_size()
     return on_every_rank(error) if everybody else error

@@ -1,4 +1,4 @@
-"""Clip the gradient of a model that is split over tensor-parallel ranks, in loops of one's own."""
+"""Gradient clipping for a model sharded over tensor-parallel ranks, for custom training loops."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from slapo.wrapper import innermost
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale gradients so that the norm of the whole model's is at most `max_norm`, in place.
+    """Scale gradients in place so that the norm of the full model's gradient is at most `max_norm`.
 
-    ``torch.nn.utils.clip_grad_norm_`` would take the norm of this rank's slices, another one on
-    each rank, by which parameters that all ranks hold drift apart: given slices, it raises. A
-    collective of the ranks that the model is split over, also by ``fully_shard``. Engines clip by
-    themselves: ``build(..., clip_grad_norm=)``.
+    ``torch.nn.utils.clip_grad_norm_`` would compute the norm of the local shards only. Each rank
+    would clip differently, and replicated parameters would diverge; it raises when given shards.
+    This function is a collective of the ranks that the model is sharded over, also by
+    ``fully_shard``. Engines clip by themselves: ``build(..., clip_grad_norm=)``.
 
     Parameters
     ----------
     model
-        What ``build(sch)`` has returned, or any module without slices.
+        The module that ``build(sch)`` returned, or any module without shards.
     max_norm
-        Largest 2-norm; ``math.inf`` to measure only.
+        Largest 2-norm; ``math.inf`` only measures.
 
     Returns
     -------
     Tensor
-        The norm before, without dimensions; the same on all ranks.
+        The 0-dim norm before clipping; the same on all ranks.
 
     Raises
     ------
@@ -48,7 +48,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     TypeError
         If `model` is not a module.
     SlapoError
-        If FSDP has put its parameters together, or has split them over several groups.
+        If FSDP has flattened its parameters, or has sharded them over several groups.
 
     Examples
     --------
@@ -78,9 +78,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def _slices_of(model: nn.Module) -> set[int]:
-    """Ids of the parameters whose slices count here: of equal ones, the first.
+    """Ids of the parameters whose shards count on this rank; of equal shards, the first counts.
 
-    By their names in their modules: FSDP2 has put others in their place.
+    Parameters are looked up by name in their modules, since FSDP2 replaces the objects.
     """
     owners = [(part, sharding_of(part)) for part in map(innermost, model.modules())]
     found = [
@@ -94,7 +94,7 @@ def _slices_of(model: nn.Module) -> set[int]:
 
 
 def _shard_group(parameters: Iterable[nn.Parameter]) -> dist.ProcessGroup | None:
-    """The ranks over which FSDP2 has split parameters."""
+    """Return the group over which FSDP2 has sharded parameters, or None."""
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for param in parameters:
         if hasattr(param, "_is_flat_param") or type(param).__name__ == "FlatParameter":
@@ -118,7 +118,7 @@ def _shard_group(parameters: Iterable[nn.Parameter]) -> dist.ProcessGroup | None
 
 
 def _group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks that the model is split over; None for one."""
+    """Return the tensor-parallel group of the model, or None."""
     for module in map(innermost, model.modules()):
         state = sharding_of(module)
         if state is not None and state.specs:

@@ -1,4 +1,4 @@
-"""The command ``slapo``."""
+"""The command ``slapo`` and its subcommands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slapo.saving.inspect import inspect as inspect_folder
 from slapo.verify.placement.offline import check_at, schedule_offline
 from slapo.weights.meta import init_empty_weights
 
-#: Keys of ``apply_schedule`` that are not families.
+#: Keys of ``apply_schedule`` that are not model families.
 _OTHERS = {
     AUTO: "Any model: by the recipe of its family, or else a draft.",
     DRAFT: "Any model: by a schedule that is derived from it, see slapo draft.",
@@ -30,11 +30,11 @@ _OTHERS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status is 0, 1 for what was found wrong, 2 for wrong usage."""
+    """Run a command; the exit status is 0, 1 if it finds a problem, 2 for wrong usage."""
     parser = argparse.ArgumentParser(
         prog="slapo", description="A schedule language for training large PyTorch models."
     )
-    version = f"slapo {sys.modules['slapo'].__version__}"  # it is above this module
+    version = f"slapo {sys.modules['slapo'].__version__}"  # importing slapo would be a cycle
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_check(commands)
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = int(given.run(given))
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # as of `slapo recipes | head`: the reader has seen enough
+    except BrokenPipeError:  # as with `slapo recipes | head`: the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except _UsageError as error:
@@ -98,7 +98,7 @@ def _check(given: argparse.Namespace) -> int:
 
 
 def _refused(error: Exception) -> int:
-    """Print the message of an error; the status of a command that it ends."""
+    """Print the message of an error; return the exit status."""
     print(error.args[0] if error.args else error, file=sys.stderr)
     return 1
 
@@ -142,7 +142,7 @@ def _draft(given: argparse.Namespace) -> int:
 
 
 def _to_draft(source: str) -> tuple[Any, Any]:
-    """A model on meta, and its inputs."""
+    """Return a model on meta and its example inputs."""
     from slapo.cost.command import config_of
     from slapo.cost.models import for_training, training_inputs
 
@@ -207,7 +207,7 @@ def _recipes(given: argparse.Namespace) -> int:
 
 
 def _list_recipes() -> str:
-    """Keys, and what stands behind them."""
+    """Table of keys and their descriptions."""
     said = {**{key: description(key) for key in recipe_keys()}, **_OTHERS}
     width = max(map(len, said))
     lines = [f"{key:{width}}  {text}" for key, text in said.items()]
@@ -215,7 +215,7 @@ def _list_recipes() -> str:
 
 
 def _show_recipe(key: str) -> str:
-    """The table of a family with its default sizes, and the options of all."""
+    """Table of a family at its default sizes, followed by the options of all families."""
     if key in _OTHERS:
         return f"{_OTHERS[key]}\n\nOptions of apply_schedule:\n{_recipe_options()}"
     recipe = recipe_of(key, _default_config(key))
@@ -229,12 +229,12 @@ def _default_config(key: str) -> Any:
         raise MissingPackageError("transformers", "hf", "a recipe's table") from error
     try:
         return transformers.AutoConfig.for_model(key)
-    except ValueError:  # no family of Transformers
+    except ValueError:  # not a model type of Transformers
         return None
 
 
 def _recipe_options() -> str:
-    """The table in the manual of ``apply_schedule``."""
+    """Options table from the docstring of ``apply_schedule``."""
     text = inspect.getdoc(apply_schedule) or ""
     _, _, after = text.partition("**options\n")
     table = after.partition("\nReturns\n")[0]
@@ -275,14 +275,14 @@ def _doctor(given: argparse.Namespace) -> int:
 def _add_passed_on(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str
 ) -> None:
-    # Its own parser reads all that follows: options of a script look like those of the tuner.
+    # The subcommand's own parser reads the rest: a script's options may look like the tuner's.
     command = commands.add_parser(name, help=text, add_help=False, prefix_chars="\0")
     command.add_argument("arguments", nargs=argparse.REMAINDER)
     command.set_defaults(run=run)
 
 
 def _dryrun(given: argparse.Namespace) -> int:
-    # Here alone, as below: the other commands start without it.
+    # Imported here, as below, so that the other commands start without it.
     from slapo.cost.command import main as dryrun
 
     return dryrun(given.arguments)
@@ -307,11 +307,11 @@ def _tune(given: argparse.Namespace) -> int:
 
 
 class _UsageError(Exception):
-    """A command that names something that is not there."""
+    """Raised if a command names something that does not exist."""
 
 
 def load(name: str) -> Callable[..., Any]:
-    """The function called ``script.py:function`` or ``module:function``."""
+    """Return the function called ``script.py:function`` or ``module:function``."""
     where, colon, what = name.rpartition(":")
     if not colon or not what.isidentifier():
         raise _UsageError(f"{name!r} names no function; write script.py:function")
@@ -332,7 +332,7 @@ def _load_script(path: Path) -> Any:
     if spec is None or spec.loader is None:
         raise _UsageError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    # As Python does for a script that it runs: what is beside it can be imported.
+    # As Python does for scripts, so that a script can import its neighbors.
     sys.path.insert(0, str(path.parent.resolve()))
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)

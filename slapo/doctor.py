@@ -1,4 +1,4 @@
-"""The command ``slapo doctor``: versions, devices, and the packages that a feature lacks."""
+"""The command ``slapo doctor``: versions, devices and missing optional packages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib import metadata
 import torch
 import torch.distributed as dist
 
-#: Package -> (extra that brings it, the features it is for).
+#: Package -> (extra that installs it, features that need it).
 _OPTIONAL = {
     "transformers": ("hf", "Hugging Face models, slapo train, slapo suggest"),
     "deepspeed": ("deepspeed", 'target="deepspeed"'),
@@ -25,7 +25,7 @@ _OPTIONAL = {
 
 
 def report() -> Iterator[str]:
-    """Lines about this machine and this environment."""
+    """Yield lines about this machine and this environment."""
     yield f"slapo {metadata.version('slapo')}, Python {platform.python_version()}"
     yield f"torch {torch.__version__} on {platform.platform()}"
     yield f"devices: {_devices()}"

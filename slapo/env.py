@@ -1,6 +1,6 @@
-"""Process groups for scripts that start their processes themselves; ``torchrun`` needs none of it.
+"""Process groups for scripts that start their own processes; ``torchrun`` jobs do not need it.
 
-For the grids of real runs there is :func:`slapo.init_mesh`.
+For the meshes of real runs there is :func:`slapo.init_mesh`.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from slapo.mesh import leave_together
 
 logger = get_logger()
 
-#: Variables that `setup` has set, which `cleanup` takes back: others would read half a launch.
+#: Environment variables set by `setup` and removed by `cleanup`: leftovers look like half a launch.
 _set_here: list[str] = []
 
 
 def setup(rank: int, world_size: int, backend: str = "nccl") -> None:
     """Join the process group of the job, as one of its processes.
 
-    They meet at ``MASTER_ADDR`` and ``MASTER_PORT``. Where these are not set, they are on this
-    machine: at port 29500, or at any that is free if this process is alone.
+    Processes meet at ``MASTER_ADDR`` and ``MASTER_PORT``. The defaults are this machine, and port
+    29500, or any free port for a single process.
 
     Parameters
     ----------
     rank, world_size
-        This process among how many.
+        Rank of this process, and number of processes.
     backend
-        ``"nccl"`` is ``"gloo"`` where there is no CUDA, which is logged. With CUDA the process
-        works on the device of its rank, and the CPU has its collectives too.
+        Without CUDA, ``"nccl"`` becomes ``"gloo"``, which is logged. With CUDA the process uses the
+        device of its rank, and ``"nccl"`` includes gloo for CPU collectives.
 
     Raises
     ------
     ValueError
-        If the rank is not among the ranks.
+        If `rank` is not in the range of `world_size`.
     RuntimeError
         If there is a process group already.
 
@@ -87,23 +87,24 @@ def cleanup() -> None:
 def execute(fn: Callable[..., Any], args: Any) -> None:
     """Call ``fn(rank, args)`` in each of ``args.world_size`` processes.
 
-    One process is this one. More are started, and have to call :func:`setup` themselves; the first
-    that fails ends all. In a process that ``torchrun`` has started, the call is made there.
+    A single process is the current one. Several are spawned, and have to call :func:`setup`
+    themselves; the first failure ends all of them. In a process that ``torchrun`` has started, the
+    call is made in that process.
 
     Parameters
     ----------
     fn
-        A function at the top level of a file. That file is imported again by each process: what
-        starts the job stands under ``if __name__ == "__main__":``.
+        A function at the top level of a file. Each process imports that file again, so the code
+        that starts the job must be under ``if __name__ == "__main__":``.
     args
-        What says how many processes: an object with the attribute ``world_size``, as of
-        ``argparse``; a mapping with that key; or the number itself. A tuple or list begins with the
-        number, and is handed over item by item: ``fn(rank, world_size, ...)``.
+        Source of the number of processes: an object with the attribute ``world_size``, as from
+        ``argparse``; a mapping with that key; or the number itself. A tuple or list starts with
+        the number and is passed item by item: ``fn(rank, world_size, ...)``.
 
     Raises
     ------
     ValueError, TypeError
-        If `args` does not say how many, or `fn` cannot be sent to other processes.
+        If `args` has no number of processes, or `fn` cannot be sent to other processes.
     torch.multiprocessing.ProcessRaisedException
         With the traceback of a process that failed.
 
@@ -167,7 +168,7 @@ def _check_sendable(fn: Callable[..., Any], passed: tuple[Any, ...]) -> None:
 
 @contextmanager
 def _meeting_place() -> Iterator[None]:
-    """Where the processes that are started meet; a free port, so that two jobs do not mix."""
+    """Set the address where spawned processes meet; a free port keeps two jobs apart."""
     before = len(_set_here)
     _set_default("MASTER_ADDR", "localhost")
     _set_default("MASTER_PORT", str(_free_port()))

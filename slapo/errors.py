@@ -1,28 +1,28 @@
-"""Exceptions of this library; wrong arguments are ``ValueError``, ``KeyError`` or ``TypeError``."""
+"""Exceptions of Slapo. Wrong arguments raise ``ValueError``, ``KeyError`` or ``TypeError``."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class SlapoError(RuntimeError):
-    """A schedule that cannot be carried out in the present state of model or machine."""
+    """Raised if a schedule cannot be carried out in the present state of the model or machine."""
 
 
 class TraceError(SlapoError):
-    """A module that cannot be turned into a graph; the message says why and what to pass."""
+    """Raised if a module cannot be traced; the message has the reason and the arguments to pass."""
 
 
 class VerificationError(SlapoError):
-    """A schedule that changed what the model computes, found by :class:`slapo.Verify`.
+    """Raised by :class:`slapo.Verify` if a schedule changed what the model computes.
 
     Attributes
     ----------
     path : str
-        The module in which it shows; empty for the whole model.
+        The module in which the difference shows; empty for the whole model.
     suspect : str
-        The module where the fault most likely is; often the same.
+        The module where the fault most likely is; often the same as `path`.
     remedy
-        The missing call, whose text is the line to write; None where it is not known.
+        The missing call, whose text is the line to write; None if unknown.
     """
 
     def __init__(
@@ -33,23 +33,23 @@ class VerificationError(SlapoError):
 
 
 class PlacementError(VerificationError):
-    """A schedule that would train something else than the model, found by :func:`slapo.check`.
+    """Raised by :func:`slapo.check` if a schedule would train something other than the model.
 
     Attributes
     ----------
     is_certain : bool
-        False where no rule covers an operation, or the model does not run.
+        False if no rule covers an operation, or the model does not run.
     """
 
     is_certain = True
 
 
 class MissingPackageError(SlapoError, ImportError):
-    """An optional package that a feature needs is not installed."""
+    """Raised if an optional package that a feature needs is not installed."""
 
 
 def with_nearest(name: str, known: Iterable[str], rest: str) -> str:
-    """`rest` of a message about an unknown name, after the nearest known one if one is near.
+    """Prefix `rest`, the end of a message on an unknown name, with the nearest known name.
 
     Examples
     --------
@@ -63,6 +63,6 @@ def with_nearest(name: str, known: Iterable[str], rest: str) -> str:
 
 
 def require_count(name: str, value: object) -> None:
-    """Refuse values that cannot count things, such as 0, 1.5 or True."""
+    """Raise ValueError unless `value` is an integer of at least 1; bools are refused."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} is {value!r}; pass a whole number from 1 on")

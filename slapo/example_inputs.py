@@ -1,4 +1,4 @@
-"""Example inputs of a model or of one of its layers, made from sizes and the model's config."""
+"""Example inputs of a model or of one of its layers, created from sizes and the model's config."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch.utils._pytree import tree_map_only
 
 from slapo.errors import TraceError
 
-#: Default sizes: odd, prime and all different, so that no dimension is taken for another one.
+#: Default sizes: odd, prime and distinct, so that no dimension is mistaken for another.
 BATCH = 3
 LENGTH = 13
 DECODER_LENGTH = 11
 
 _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-#: A model refuses inputs that give it both.
+#: Pairs of inputs that a model accepts one of, but not both.
 _ALTERNATIVES = (("input_ids", "inputs_embeds"), ("decoder_input_ids", "decoder_inputs_embeds"))
 
 
 def text_config(config: Any) -> Any:
-    """The config of the language model, also within that of a model that takes images."""
+    """Return the config of the language model, which multimodal configs nest."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Settings that the builders of single inputs read."""
+    """Sizes and dtype read by the builders of single inputs."""
 
     module: nn.Module
     config: Any
@@ -40,7 +40,7 @@ class _Sizes:
     dtype: torch.dtype | None = None
 
     def read(self, *names: str, default: int) -> int:
-        """The first of `names` that the config has, here or in its text part."""
+        """Return the first of `names` that the config has, directly or in its text part."""
         for config in (self.config, getattr(self.config, "text_config", None)):
             for name in names:
                 value = getattr(config, name, None)
@@ -60,7 +60,7 @@ class _Sizes:
         return torch.zeros(self.batch, *shape, dtype=dtype)
 
     def states(self, *names: str, length: int | None = None) -> Tensor:
-        """Hidden states; `names` are further names of their size."""
+        """Hidden states; `names` are alternative config names of their size."""
         hidden = self.read(*names, "hidden_size", "n_embd", "d_model", default=32)
         return self.zeros(length or self.length, hidden)
 
@@ -81,7 +81,7 @@ def _image(sizes: _Sizes) -> Tensor:
 
 
 def _sound(sizes: _Sizes) -> Tensor:
-    """A spectrogram of the fixed size that the config names, or a waveform."""
+    """A spectrogram of the fixed size that the config has, or a waveform."""
     bins, frames = (getattr(sizes.config, name, None) for name in ("num_mel_bins", "max_length"))
     if bins and frames:
         return sizes.zeros(frames, bins)
@@ -93,7 +93,7 @@ def _sound(sizes: _Sizes) -> Tensor:
 
 
 def _spectrogram(sizes: _Sizes) -> Tensor:
-    """Whisper's: bins first, two frames for each position of the encoder."""
+    """Whisper's spectrogram: bins first, two frames for each position of the encoder."""
     frames = 2 * sizes.read("max_source_positions", default=1500)
     return sizes.zeros(sizes.read("num_mel_bins", default=80), frames)
 
@@ -113,7 +113,7 @@ def _labels(sizes: _Sizes) -> Tensor:
     return sizes.ones(sizes.decoder_length if has_decoder else None)
 
 
-#: Parameter of forward -> builder of an example for it.
+#: Parameter of forward -> builder of its example input.
 _BUILDERS: dict[str, Callable[[_Sizes], Tensor]] = {
     "input_ids": _Sizes.ones,
     "attention_mask": _mask,
@@ -151,20 +151,11 @@ def example_inputs(
     dtype: torch.dtype | None = None,
     device: Any = None,
 ) -> dict[str, Tensor]:
-    """Inputs by name: the main one, its mask, and the decoder's tokens where there is a decoder.
+    """Create inputs by name: the main input, its mask, and decoder tokens if there is a decoder.
 
-    Parameters
-    ----------
-    constants
-        Parameters of forward that are not inputs. If they are all but some, those are the inputs.
-    config
-        Config to read sizes from; by default the module's own.
-    labels
-        Add labels, from which a model makes its decoder's tokens by itself.
-    every_mask
-        Add a mask of the decoder's tokens, which a call without padding does not need.
-    dtype, device
-        By default those of the module's parameters.
+    `constants` are parameters of forward that are not inputs; if examples are known for all others,
+    these are the inputs. A model derives decoder tokens from `labels`. `every_mask` adds a decoder
+    mask, which a call without padding does not need.
     """
     parameters = inspect.signature(module.forward).parameters
     sizes = _Sizes(
@@ -184,7 +175,7 @@ def example_inputs(
         wanted = [main, *(["decoder_input_ids"] if not labels else ["labels"])]
         if "input_ids" in parameters:
             wanted += ["input_ids"] if main == "pixel_values" else []
-        # Without a mask, Transformers looks for packed sequences in the positions.
+        # Without a mask, Transformers looks for packed sequences in the position ids.
         if "input_ids" in parameters or sizes.takes_waveforms:
             wanted += ["attention_mask"]
         chosen = [name for name in parameters if name in wanted and name not in constants]
@@ -197,7 +188,7 @@ def example_inputs(
 
 
 def _left_open(parameters: Mapping[str, Any], constants: Collection[str]) -> list[str]:
-    """The parameters that are not constants, if examples are known for all of them."""
+    """Return the parameters that are not constants, if examples are known for all of them."""
     left = [n for n, p in parameters.items() if n not in constants and p.kind not in _STARRED]
     if not all(name in _BUILDERS for name in left):
         return []
@@ -210,7 +201,7 @@ def _left_open(parameters: Mapping[str, Any], constants: Collection[str]) -> lis
 def inputs_of_layer(
     module: nn.Module, constants: Collection[str], config: Any = None
 ) -> dict[str, Any]:
-    """Inputs of a layer or an attention of Transformers that stands alone, by name.
+    """Create the inputs, by name, of a stand-alone layer or attention of Transformers.
 
     It gets ``hidden_states`` of shape (batch, length, hidden) and, if it takes them, rotary
     embeddings; no mask.

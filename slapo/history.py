@@ -1,4 +1,4 @@
-"""The record of a schedule: which primitive was applied where, with what, and by which line."""
+"""Records of applied primitives: path, arguments and the calling line."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 class Kept:
     """Stand-in for an argument that a record must not keep alive.
 
-    Those that there are, and what becomes of them: :mod:`slapo.record`.
+    Its kinds, and their treatment, are in :mod:`slapo.record`.
     """
 
     @property
     def text(self) -> str:
-        """The argument as messages and digests show it."""
+        """Text of the argument in messages and digests."""
         raise NotImplementedError
 
 
@@ -37,18 +37,18 @@ class Record:
     Parameters
     ----------
     path
-        The schedule node's path; empty for the root.
+        Path of the schedule node; empty for the root.
     primitive
         Name of the primitive.
     given
-        Argument name -> its value, defaults left out; for what may change later, or would be kept
-        alive, what :func:`slapo.record.keep` made of it.
+        Argument name -> value, without defaults. Values that may change later or must not be kept
+        alive are replaced by :func:`slapo.record.keep`.
     location
         ``file:line`` of the caller.
     positional
-        How many of the arguments the caller gave without their names.
+        Number of arguments that the caller passed by position.
     identity
-        What modules and functions among the arguments are, beyond their names: see `identify`.
+        Identity of modules and functions among the arguments, beyond their names: see `identify`.
     """
 
     path: str
@@ -60,7 +60,7 @@ class Record:
 
     @functools.cached_property
     def arguments(self) -> Mapping[str, str]:
-        """Argument name -> text of its value, defaults left out."""
+        """Argument name -> text of its value, without defaults."""
         return {name: describe(value) for name, value in self.given.items()}
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class Record:
         return f"{spelled(self.path)}.{self.primitive}({arguments})"
 
     def same_as(self, other: Record) -> bool:
-        """Equal but for the location, which may differ between machines."""
+        """Compare everything but the location, which may differ between machines."""
         return (self.call(), self.identity) == (other.call(), other.identity)
 
     def as_written(self) -> str:
@@ -85,33 +85,33 @@ class Record:
 
 
 def spelled(path: str) -> str:
-    """A node as programs write it, by its path."""
+    """Source text of a node, such as ``sch["0"]``."""
     return f'sch["{path}"]' if path else "sch"
 
 
 def contains(path: str, inner: str) -> bool:
-    """Return whether the module at `path` is the one at `inner`, or around it."""
+    """Return whether the module at `path` is the one at `inner`, or contains it."""
     return not path or inner == path or inner.startswith(f"{path}.")
 
 
 def numberless(path: str) -> str:
-    """A path without the numbers of layers: the same for a module of each."""
+    """Replace layer indices in a path by ``*``, so that equal modules of all layers match."""
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
 def applied_at(records: Sequence[Record], paths: Collection[str]) -> list[Record]:
-    """Records of some modules and of what is in them, or else of what is around them."""
+    """Records of some modules and of their descendants, or else of their ancestors."""
     below = [r for r in records if any(contains(path, r.path) for path in paths)]
     return below or [r for r in records if any(contains(r.path, path) for path in paths)]
 
 
 def listed(records: Sequence[Record]) -> str:
-    """The first of some records, as the end of a message."""
+    """The first few records, as the end of a message."""
     return "primitives applied there:\n  " + "\n  ".join(map(str, records[:8]))
 
 
 def digest(records: Iterable[Record]) -> str:
-    """A fingerprint of what was applied, equal on every rank that applied the same."""
+    """Return a fingerprint of some records; equal on ranks that applied the same primitives."""
     text = "\n".join(f"{record.call()} {record.identity}" for record in records)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -123,7 +123,7 @@ def caller_location() -> str:
 
 
 def warn_caller(message: str) -> None:
-    """Warn about the line that called into this package, however deep the warning arises."""
+    """Warn at the line that called into this package, at any depth."""
     frame = _caller_frame()
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     where = (frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__"))
@@ -138,7 +138,7 @@ def _caller_frame() -> FrameType:
 
 
 def describe(value: Any) -> str:
-    """A short text of an argument, the same on every rank."""
+    """Short text of an argument, the same on every rank."""
     if isinstance(value, Kept):
         return value.text
     if isinstance(value, nn.Module):
@@ -151,7 +151,7 @@ def describe(value: Any) -> str:
         return "{" + ", ".join(f"{k!r}: {describe(v)}" for k, v in value.items()) + "}"
     if isinstance(value, Sequence) and not isinstance(value, str):
         return _describe_sequence(value)
-    if isinstance(value, (set, frozenset)):  # whose order differs from process to process
+    if isinstance(value, (set, frozenset)):  # set order differs between processes
         return "{" + ", ".join(sorted(map(describe, value))) + "}"
     if callable(value):
         return str(getattr(value, "__name__", type(value).__name__))
@@ -162,7 +162,7 @@ def describe(value: Any) -> str:
 def identify(value: Any) -> str:
     """Identity of an argument: class and configuration of a module, code of a function.
 
-    The same on every rank that passes the same; of others, their text.
+    It is the same on every rank that passes the same value, and empty for plain values.
     """
     parts: list[str] = []
     _add_identity(value, parts)
@@ -173,7 +173,7 @@ _PLAIN = (str, bool, int, float, type(None))
 
 
 def _is_plain(item: Any) -> bool:
-    """A keyword and its plain value."""
+    """Return whether an item is a keyword with a plain value."""
     return isinstance(item, tuple) and all(isinstance(part, _PLAIN) for part in item)
 
 
@@ -194,11 +194,11 @@ def _add_identity(value: Any, parts: list[str]) -> None:
     elif isinstance(value, (FunctionType, MethodType)):
         code = value.__code__
         parts.append(f"{value.__module__}.{value.__qualname__} {code.co_code.hex()}")
-        # Constants without code objects, whose text has an address.
+        # Leave out code objects, whose text contains an address.
         plain = [c for c in code.co_consts if not isinstance(c, CodeType)]
         parts.append(f"{plain} {code.co_names} {value.__defaults__}")
     elif isinstance(value, Sequence):
-        origin = getattr(value, "origin", None)  # of a match: the search that found it
+        origin = getattr(value, "origin", None)  # a match is identified by the search that found it
         if origin is not None:
             _add_identity(origin.pattern, parts)
             return
@@ -208,7 +208,7 @@ def _add_identity(value: Any, parts: list[str]) -> None:
 
 def _describe_sequence(value: Sequence[Any]) -> str:
     if len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], fx.Node):
-        return describe(value[1])  # (parent path, node): the node says enough
+        return describe(value[1])  # (parent path, node): the node suffices
     items = [describe(v) for v in value[:8]] + (["..."] if len(value) > 8 else [])
     inner = ", ".join(items)
     return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"

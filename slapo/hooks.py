@@ -1,4 +1,4 @@
-"""Module hooks: list them, and move them from a module to the one that takes its place."""
+"""Module hooks: list them, and move them from a module to its replacement."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-#: Attribute on a hook of ours that says which sync mode it stands for.
+#: Attribute on a hook of ours: the sync mode that it implements.
 MODE_ATTRIBUTE = "_slapo_mode"
-#: Where a module keeps what sharding has left on it: see :mod:`slapo.sharding.state`.
+#: Attribute of a module that holds its sharding state: see :mod:`slapo.sharding.state`.
 SHARDING = "_slapo_sharding"
 
 _PRE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
@@ -25,7 +25,7 @@ _STATE = (
 
 
 def get_hooks(module: nn.Module) -> dict[str, list[Callable[..., Any]]]:
-    """Hooks of `module` by the mode that :meth:`Schedule.sync` calls them.
+    """Return the hooks of `module`, keyed by the mode names of :meth:`Schedule.sync`.
 
     Examples
     --------
@@ -57,12 +57,12 @@ def reducers_of(module: nn.Module) -> tuple[Callable[..., Any], ...]:
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """True when calling `module` does more than its forward."""
+    """Return whether calling `module` does more than its forward."""
     return bool(module._forward_pre_hooks or module._forward_hooks or has_backward_hooks(module))
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """True when autograd calls into hooks of `module`."""
+    """Return whether autograd calls hooks of `module`."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
@@ -72,7 +72,7 @@ def move_hooks(source: nn.Module, target: nn.Module) -> None:
 
 
 def move_reducers(source: nn.Module, target: nn.Module) -> None:
-    """Turn the reductions within `source` into the first post-forward hooks of `target`."""
+    """Turn the reductions inside `source` into the first forward hooks of `target`."""
     state = source.__dict__.get(SHARDING)
     if state is not None:
         for hook in reversed(state.reducers):
@@ -81,17 +81,17 @@ def move_reducers(source: nn.Module, target: nn.Module) -> None:
 
 
 def move_input_hooks(source: nn.Module, target: nn.Module) -> None:
-    """Move the hooks of `source` that act on its inputs, or on their gradients, to `target`."""
+    """Move the hooks of `source` on its inputs, or on their gradients, to `target`."""
     _move(source, target, (*_PRE, "_backward_hooks"))
 
 
 def move_output_hooks(source: nn.Module, target: nn.Module) -> None:
-    """Move the hooks of `source` that act on its output, or on its gradient, to `target`."""
+    """Move the hooks of `source` on its output, or on its gradient, to `target`."""
     _move(source, target, (*_POST, "_backward_pre_hooks"))
 
 
 def remove_pre_hooks(module: nn.Module, is_wanted: Callable[[Any], bool]) -> None:
-    """Remove the pre-forward hooks of `module` that are wanted."""
+    """Remove the forward pre-hooks of `module` for which `is_wanted` is true."""
     for key, hook in list(module._forward_pre_hooks.items()):
         if is_wanted(hook):
             del module._forward_pre_hooks[key]
@@ -99,9 +99,9 @@ def remove_pre_hooks(module: nn.Module, is_wanted: Callable[[Any], bool]) -> Non
 
 
 def _move(source: nn.Module, target: nn.Module, slots: tuple[str, ...]) -> None:
-    """Move the dictionaries, not their contents: the handles of the moved hooks point at them.
+    """Move the dictionaries themselves, since the handles of the moved hooks refer to them.
 
-    Those of hooks that the target has already point at its own, where these stay.
+    Handles of the target's own hooks refer to its former dictionaries, which keep these hooks.
     """
     if source is target:
         return
@@ -112,7 +112,7 @@ def _move(source: nn.Module, target: nn.Module, slots: tuple[str, ...]) -> None:
         if not old or new is None:
             continue
         for hook in old.values():
-            if getattr(hook, "with_module", False):  # torch's, around one of register_load_...
+            if getattr(hook, "with_module", False):  # torch's wrapper around a load hook
                 hook.module = weakref.ref(target)
         target.__dict__[slot], source.__dict__[slot] = old, type(new)()
         marks = slot.endswith(("_with_kwargs", "_always_called"))
@@ -120,7 +120,7 @@ def _move(source: nn.Module, target: nn.Module, slots: tuple[str, ...]) -> None:
 
 
 class _Held:
-    """A hook in one dictionary, called while it stands in another: its handle removes it there."""
+    """A hook called from one dictionary and kept in another, from which its handle removes it."""
 
     def __init__(self, hooks: dict[int, Callable[..., Any]], key: int) -> None:
         self.hooks, self.key = hooks, key
@@ -130,12 +130,12 @@ class _Held:
         return None if hook is None else hook(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("hooks", "key") or name.startswith("__"):  # of a copy that is being made
+        if name in ("hooks", "key") or name.startswith("__"):  # a copy under construction
             raise AttributeError(name)
         return getattr(self.hooks.get(self.key), name)
 
 
 def _listed(hooks: Iterable[Callable[..., Any]]) -> list[Callable[..., Any]]:
-    """As they were registered; without those that have been removed."""
+    """List hooks in order of registration, without those that were removed."""
     found = [hook.hooks.get(hook.key) if isinstance(hook, _Held) else hook for hook in hooks]
     return [hook for hook in found if hook is not None]

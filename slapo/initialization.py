@@ -1,4 +1,4 @@
-"""Creation of models without memory; see :mod:`slapo.weights.meta`."""
+"""Model creation without memory; see :mod:`slapo.weights.meta`."""
 
 from slapo.weights.meta import init_empty_weights
 

@@ -1,4 +1,4 @@
-"""Attributes of packages that are imported when they are first asked for."""
+"""Lazily imported attributes of packages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slapo.errors import with_nearest
 
 
 def attribute(package: str, name: str, homes: Mapping[str, str]) -> Any:
-    """Import an attribute of a package: a name that `homes` has a module for, or a submodule."""
+    """Import an attribute of a package: a name that `homes` maps to a module, or a submodule."""
     if name in homes:
         value = getattr(importlib.import_module(homes[name]), name)
         setattr(sys.modules[package], name, value)
@@ -21,7 +21,7 @@ def attribute(package: str, name: str, homes: Mapping[str, str]) -> Any:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name != path:
-            raise  # a package that the submodule needs
+            raise  # a dependency of the submodule is missing
         module = sys.modules[package]
         known = [each for each in vars(module).get("__all__", homes) if each[0] != "_"]
         said = with_nearest(name, known, f"module {package!r} has no attribute {name!r}")

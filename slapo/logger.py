@@ -1,4 +1,4 @@
-"""Logging that does not repeat itself on every rank."""
+"""Logging that does not repeat messages on every rank."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class RankLogger(_LoggerAdapter):
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]
     ) -> tuple[Any, MutableMapping[str, Any]]:
-        """Move ``ranks`` into the record, where the logger's filter finds it."""
-        if not _has_output(self.logger):  # with the first message: an import adds no handler
+        """Move ``ranks`` into the record, where the logger's filter reads it."""
+        if not _has_output(self.logger):  # at the first message, not at import
             is_ours = self.logger.name.startswith("slapo.")
             (logging.getLogger("slapo") if is_ours else self.logger).addHandler(_FallbackHandler())
         ranks = kwargs.pop("ranks", 0)
@@ -48,15 +48,15 @@ class RankLogger(_LoggerAdapter):
 def get_logger(name: str = "slapo", level: int | str | None = None) -> RankLogger:
     """Return the logger of that name.
 
-    Messages go to standard error, unless the application has configured logging: then they go
-    where it says.
+    Messages go to standard error, unless the application has configured logging; then its
+    handlers receive them.
 
     Parameters
     ----------
     name : str
-        ``"slapo"`` or, for a part of it, ``"slapo.<part>"``, which inherits level and output.
+        ``"slapo"``, or ``"slapo.<part>"`` for a part of it, which inherits level and output.
     level : int or str, optional
-        Messages below it are dropped. None leaves the level as it is: INFO at first.
+        Messages below this level are dropped. None keeps the present level, initially INFO.
 
     Returns
     -------
@@ -73,14 +73,15 @@ def get_logger(name: str = "slapo", level: int | str | None = None) -> RankLogge
         logger.setLevel(logging.INFO)
     if level is not None:
         logger.setLevel(level)
-    # On each logger, since a filter acts only where a record is made. Added once, however often.
+    # Added to each logger, since filters are not inherited by children. Adding it again has no
+    # effect.
     logger.addFilter(_on_chosen_rank)
     return RankLogger(logger, {})
 
 
 @contextmanager
 def only_from(level: int, name: str = "slapo") -> Iterator[None]:
-    """Drop what the logger of that name says below a level, as of models that are only tried."""
+    """Raise the level of a logger inside the block, for example while a model is only tried."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(max(before, level))
@@ -98,7 +99,7 @@ class _FallbackHandler(_StreamHandler):
         self.setFormatter(logging.Formatter(_FORMAT))
 
     def emit(self, record: logging.LogRecord) -> None:
-        # A root logger with handlers gets the record as well: it would be shown twice.
+        # A root logger with handlers also gets the record, which would then be shown twice.
         if logging.getLogger().hasHandlers():
             return
         # Looked up late: the stream may have been redirected since.
@@ -107,7 +108,7 @@ class _FallbackHandler(_StreamHandler):
 
 
 def _has_output(logger: logging.Logger | None) -> bool:
-    """Return whether this logger or one that it hands its records to has our handler."""
+    """Return whether this logger, or one that its records propagate to, has our handler."""
     while logger is not None:
         if any(isinstance(handler, _FallbackHandler) for handler in logger.handlers):
             return True
@@ -116,7 +117,7 @@ def _has_output(logger: logging.Logger | None) -> bool:
 
 
 def _has_level(logger: logging.Logger) -> bool:
-    """Return whether this logger, or one above it but the root, has a level of its own."""
+    """Return whether this logger, or an ancestor other than the root, has a level of its own."""
     while logger.parent is not None:
         if logger.level != logging.NOTSET:
             return True
@@ -125,7 +126,7 @@ def _has_level(logger: logging.Logger) -> bool:
 
 
 def _on_chosen_rank(record: logging.LogRecord) -> bool:
-    """Return whether this process is among the ranks that the record is for."""
+    """Return whether this process is among the ranks of the record."""
     ranks: int | Collection[int] | None = getattr(record, "ranks", None)
     if ranks is None:
         return True

@@ -1,4 +1,4 @@
-"""The grid of processes that a 3-D parallel run works on."""
+"""The device mesh of pipeline, data and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from slapo.agreement import all_ranks_or_none, same_on_all_ranks
 from slapo.errors import SlapoError
 from slapo.sharding.groups import group_of_one
 
-# From the slowest links to the fastest: tensor-parallel peers are neighbors, on one machine.
+# From the slowest links to the fastest: tensor-parallel ranks are neighbors on one machine.
 DIMS = ("pp", "dp", "tp")
 
-# For which a rank that is done waits for the others.
+# How long a finished rank waits for the others.
 _LAST_SECONDS = 5.0
 
 
@@ -32,20 +32,20 @@ def init_mesh(
     device: str | torch.device | None = None,
     timeout: float | timedelta | None = None,
 ) -> DeviceMesh:
-    """Arrange the processes of the job in a grid of pipeline, data and tensor parallelism.
+    """Create the device mesh of pipeline, data and tensor parallelism over all processes.
 
-    Starts ``torch.distributed`` if it is not up: from the environment that ``torchrun`` sets, or,
-    without one, as a world of this process alone. Every process of the job has to call it, with
-    the same arguments.
+    Starts ``torch.distributed`` if needed: from the environment that ``torchrun`` sets, or as a
+    world of one process without it. Every process of the job has to call it with the same
+    arguments.
 
     Parameters
     ----------
     pp, dp, tp
-        Number of pipeline stages' ranks, of data-parallel replicas, and of tensor-parallel ranks.
-        Their product is the number of processes. Ranks next to each other differ in ``tp``.
+        Number of pipeline ranks, data-parallel replicas, and tensor-parallel ranks. Their product
+        is the number of processes. Adjacent ranks differ in ``tp``.
     device
-        Type of the devices that the model runs on, such as ``"cpu"`` or ``"cuda"``. None is that
-        of the process group if it is up, else the accelerator where there is one, else the CPU.
+        Type of the devices that the model runs on, such as ``"cpu"`` or ``"cuda"``. None: that of
+        the process group if there is one, else the accelerator if there is one, else the CPU.
     timeout
         Seconds after which a rank that waits for others raises, for all groups of the job. None
         keeps that of the process group: torch's default is 30 minutes (gloo) or 10 (NCCL).
@@ -59,8 +59,8 @@ def init_mesh(
     ------
     ValueError
         If the sizes are not positive integers or their product is not the number of processes, if
-        the process group has no backend for the device, or the timeout is not positive. On every
-        rank.
+        the process group has no backend for the device, or the timeout is not positive. Raised on
+        every rank.
     SlapoError
         If ranks pass different arguments, or the launcher's environment is incomplete.
 
@@ -89,8 +89,9 @@ def _make_mesh(kind: str, sizes: tuple[int, int, int], timeout: timedelta | None
     if timeout is None:
         return init_device_mesh(kind, sizes, mesh_dim_names=DIMS)
     set_timeout(timeout)
-    # Of its own accord torch gives new groups its default, and messages between two ranks keep the
-    # timeout that their group was made with.
+    # By default torch gives new groups its default timeout, and point-to-point messages keep the
+    # timeout that their group was created with. So groups are created here, after the timeout is
+    # set.
     ranks = torch.arange(dist.get_world_size()).view(sizes)
     groups = [
         group_among(ranks.movedim(dim, -1).flatten(0, -2).tolist()) for dim in range(len(DIMS))
@@ -99,30 +100,30 @@ def _make_mesh(kind: str, sizes: tuple[int, int, int], timeout: timedelta | None
 
 
 def timeout_of_job() -> timedelta:
-    """How long ranks wait for each other: what groups that are made later should have too."""
+    """Timeout of the job's collectives, which groups created later should have too."""
     world = dist.distributed_c10d._get_default_group()
     backend = world._get_backend(torch.device(next(iter(_backends()))))
-    # Torch's fake group, which waits for no rank, has no options.
+    # Torch's fake group, which never waits for a rank, has no options.
     options = getattr(backend, "options", None)
     return options._timeout if options else dist.default_pg_timeout
 
 
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
-    """Give a timeout to a group that is there; None for the world."""
-    # Private only by its name: torch documents it, and has no other way; for gloo and NCCL alone.
+    """Set the timeout of an existing group; None is the world."""
+    # Private only by name: torch documents it and has no other way. Only for gloo and NCCL.
     if dist.get_backend() != "fake":
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """A group of some ranks, with the timeout of the job. A collective of the world."""
+    """Create a group of some ranks with the timeout of the job. A collective of the world."""
     group = dist.new_group(list(ranks), timeout=timeout_of_job())
-    # A rank outside gets a placeholder that is no group.
+    # A rank outside of the group gets a placeholder.
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def grid_of(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh of pipeline, data and tensor parallelism that a user's mesh stands for."""
+    """Return a user's mesh as one with the dimensions pp, dp and tp."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh is a {type(mesh).__name__}; pass slapo.init_mesh(pp=, dp=, tp=)")
     names = mesh.mesh_dim_names or ()
@@ -154,24 +155,24 @@ def grid_of(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def group_among(rank_sets: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Make a group of each set of ranks; returns that of this rank. A collective of the world."""
+    """Create a group of each rank set; returns that of this rank. A collective of the world."""
     made = [new_group(ranks) for ranks in rank_sets]
     return next(group for group in made if group is not None)
 
 
 def describe_rank(places: torch.Tensor, rank: int) -> str:
-    """Name a rank with its place among `places`, the tensor of ranks that a mesh holds."""
+    """Name a rank with its coordinates in `places`, the rank tensor of a mesh."""
     place = (places == rank).nonzero()[0].tolist()
     return f"rank {rank} ({', '.join(f'{d} {i}' for d, i in zip(DIMS, place, strict=True))})"
 
 
 def current_device(mesh: DeviceMesh) -> torch.device:
-    """The device of this process, of the mesh's type."""
+    """Device of this process, of the mesh's device type."""
     return _indexed(mesh.device_type)
 
 
 def device_of_world() -> torch.device:
-    """The device that the process group works for: the accelerator if it has a backend for it."""
+    """Device of the process group: the accelerator if the group has a backend for it."""
     return _indexed(_device_of_backend() if _is_up() else _best_device().type)
 
 
@@ -198,7 +199,8 @@ def _start(device: torch.device, timeout: float | timedelta | None) -> None:
             f"init_mesh: device is {device.type!r}, and this process sees {_best_device().type!r} "
             "only; pass that, or leave device out"
         )
-    # Not MASTER_ADDR alone: some launchers and shells of clusters set it for single processes too.
+    # MASTER_ADDR alone is no launch: some launchers and cluster shells set it for single processes
+    # too.
     given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
     backend = _backend_for(device.type)
     if not given:
@@ -212,26 +214,26 @@ def _start(device: torch.device, timeout: float | timedelta | None) -> None:
             "all four, or neither RANK nor WORLD_SIZE to run one process alone"
         )
     _select_device(device.type)
-    # Checked later, on all ranks at once.
+    # Validated later, on all ranks at once.
     at_first = None if timeout is None else max(_as_timedelta(timeout), timedelta(seconds=1))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0":
         dist.init_process_group(backend, timeout=at_first)
         return
-    # A launcher's store outlives its ranks, and has the addresses of those that are gone.
+    # A launcher's store outlives its ranks and still has the addresses of ranks that are gone.
     store, rank, size = next(dist.rendezvous("env://"))
     own = dist.PrefixStore(f"attempt_{attempt}", store)
     dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=at_first)
 
 
 def _backend_for(kind: str) -> str:
-    """Collectives of the device, and those of the CPU for what ranks tell each other."""
+    """Backend string with collectives of the device, plus gloo for CPU tensors."""
     default = dist.get_default_backend_for_device(kind)
     return default if kind == "cpu" else f"cpu:gloo,{kind}:{default}"
 
 
 def _select_device(kind: str) -> None:
-    """Work on the accelerator that the launcher has meant for this process."""
+    """Select the accelerator that the launcher assigned to this process."""
     if kind == "cpu" or "LOCAL_RANK" not in os.environ:
         return
     index, count = int(os.environ["LOCAL_RANK"]), torch.accelerator.device_count()
@@ -250,7 +252,7 @@ def _check_arguments(
     device: torch.device | None,
     timeout: float | timedelta | None,
 ) -> str:
-    """Check what a user passed against the process group; return the type of device."""
+    """Check the user's arguments against the process group; return the device type."""
     if timeout is not None and not _as_timedelta(timeout) > timedelta(0):
         raise ValueError(f"init_mesh: timeout is {timeout!r}; pass seconds above 0, or None")
     sizes = dict(zip(DIMS, (pp, dp, tp), strict=True))
@@ -264,7 +266,7 @@ def _check_arguments(
 
 
 def _end() -> None:
-    """End what `_start` began, as a process ends that nothing has failed in."""
+    """Leave the group that `_start` created, unless the process ends by an error."""
     if getattr(sys, "last_value", None) is None:
         leave_together()
 
@@ -272,13 +274,13 @@ def _end() -> None:
 def leave_together() -> None:
     """Leave the process group, if there is one, at the same time as the other ranks.
 
-    Threads of gloo whose peers go before them abort the process now and then: its launcher would
-    take a job that is done for one that has failed. So ranks wait for each other, but not long: one
-    that is still in a collective has to learn that this one is gone.
+    Gloo threads whose peers leave first sometimes abort the process, and the launcher reports a
+    finished job as failed. So ranks wait for each other, but only briefly: a rank that is still in
+    a collective has to see that this one is gone.
     """
     if not _is_up():
         return
-    with suppress(RuntimeError):  # of a store that is gone with its keeper
+    with suppress(RuntimeError):  # the store may be gone with the process that kept it
         store = dist.distributed_c10d._get_default_store()
         deadline = time.monotonic() + _LAST_SECONDS
         done = store.add("slapo/ends", 1)
@@ -310,7 +312,7 @@ def _check_world(sizes: dict[str, int], world: int) -> None:
 
 
 def _backends() -> dict[str, str]:
-    """Type of device -> backend of the running process group."""
+    """Device type -> backend of the running process group."""
     config = str(dist.get_backend_config())
     return dict(entry.split(":", 1) for entry in config.split(","))
 

@@ -1,4 +1,4 @@
-"""A node of the schedule tree: paths over a live model, and what is known of each module."""
+"""A node of the schedule tree: a path in a live model, and the notes on its module."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from slapo.wrapper import innermost
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: Root of a model -> the history of the schedule over it. Modules are not kept alive by it.
+#: Root of a model -> history of the schedule over it. Keys are weak: modules are not kept alive.
 _HISTORIES: WeakKeyDictionary[nn.Module, list[Record]] = WeakKeyDictionary()
 
 
-#: Attributes of modules, and of their configs, that may count what is split.
+#: Holders, modules or their configs, each with the integer attributes that may count sharded parts.
 Numbers = list[tuple[Callable[[], Any], dict[str, Any]]]
 
 
 def numbers_of(model: nn.Module) -> Numbers:
-    """Whole numbers, and tuples and lists of them, that the modules of a model have; configs."""
+    """Integers, and sequences of integers, among the attributes of modules and their configs."""
     modules = list(model.modules())
     configs = {id(c): c for m in modules if hasattr(c := vars(m).get("config"), "__dict__")}
     found: Numbers = []
@@ -50,7 +50,7 @@ def numbers_of(model: nn.Module) -> Numbers:
 def _reference(holder: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(holder)
-    except TypeError:  # a SimpleNamespace as a config, for one
+    except TypeError:  # not weakly referenceable, such as a SimpleNamespace as a config
         return lambda: holder
 
 
@@ -63,12 +63,12 @@ def _counts(name: str, value: Any) -> bool:
 
 
 def history_of(root: nn.Module) -> list[Record]:
-    """Primitives that the last schedule over a model applied to it."""
+    """Primitives that the last schedule over a model has applied."""
     return _HISTORIES.get(root, [])
 
 
 class PrimitiveNotes(dict[str, Any]):
-    """Primitive's name -> what it notes on a node, made by `start` when first asked for."""
+    """Primitive name -> its notes on a node, created by `start` on first access."""
 
     def __init__(self, start: Callable[[str], Any]) -> None:
         super().__init__()
@@ -88,11 +88,11 @@ class ScheduleMetadata:
     tie_weights
         On the root: parameter name -> its other names.
     param_tags
-        Parameter name -> key -> value, as :meth:`Schedule.annotate` set them.
+        Parameter name -> key -> value, as set by :meth:`Schedule.annotate`.
     primitives
-        Primitive's name -> what it noted here.
+        Primitive name -> its notes on this node.
     applied
-        Records of what was applied to the module, here or at another place where it stands.
+        Records of the primitives applied to the module, at this path or at another of its paths.
     """
 
     tie_weights: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class ScheduleMetadata:
     applied: list[Record] = field(default_factory=list)
 
     def copy(self) -> ScheduleMetadata:
-        """A copy that later changes of this one do not reach."""
+        """Return an independent copy."""
         data = PrimitiveNotes(self.primitives.start)
         for name, value in self.primitives.items():
             data[name] = value.copy() if hasattr(value, "copy") else value
@@ -114,12 +114,12 @@ class ScheduleState:
     """State shared by all nodes of one tree."""
 
     ties: TieGroups
-    #: primitive's name -> what its notes on a node begin with
+    #: primitive name -> initial value of its notes on a node
     start_note: Callable[[str], Any]
     history: list[Record] = field(default_factory=list)
-    #: id of a module -> the nodes it stands at, for modules registered at several places too
+    #: id of a module -> its nodes; a module registered at several paths has several
     nodes_of: dict[int, list[Node]] = field(default_factory=dict)
-    #: names of tied parameters that were sharded with their partner and not named themselves yet
+    #: names of tied parameters that were sharded with their partner and not yet sharded by name
     followed: set[str] = field(default_factory=set)
     #: kind of module -> arguments of its first call, for recording tracers
     captured: dict[Any, Any] = field(default_factory=dict)
@@ -127,22 +127,22 @@ class ScheduleState:
     shared_captures: dict[Any, Any] = field(default_factory=dict)
     #: the model's parameters before it was scheduled
     parameters: Known = field(default_factory=dict)
-    #: the model as it was given, and what reads weights for it when it is built
+    #: the original model, and the loader that reads its weights at build
     original: Any = None
     loader: Any = None
-    #: modules, and the whole numbers that they had before they were scheduled
+    #: holders and their integer attributes before the model was scheduled
     numbers: Numbers = field(default_factory=list)
-    #: the target that the model was built for, "" for none and None before that
+    #: target that the model was built for: "" for a plain module, None before build
     built_for: str | None = None
-    #: what the model was last run on, without the numbers of what is large
+    #: inputs of the last run of the model; large tensors are kept without values
     example_inputs: Any = None
-    #: asked before a primitive is applied, with its record and what it was given
+    #: predicate called before a primitive is applied, with its record and arguments
     admits: Callable[[Record, tuple[Any, ...], dict[str, Any]], bool] | None = None
-    #: > 0 while a primitive runs: what it calls is part of it and not recorded by itself
+    #: > 0 while a primitive runs: nested primitive calls belong to it and are not recorded
     depth: int = 0
 
     def copy(self) -> ScheduleState:
-        """A copy that later changes of this one do not reach."""
+        """Return an independent copy."""
         nodes = {key: list(nodes) for key, nodes in self.nodes_of.items()}
         return ScheduleState(
             self.ties,
@@ -163,16 +163,16 @@ class ScheduleState:
         )
 
     def restore(self, other: ScheduleState) -> None:
-        """Become like `other`."""
+        """Reset this state to `other`."""
         self.ties, self.depth, self.followed = other.ties, other.depth, set(other.followed)
         self.history[:] = other.history
         self.nodes_of = {key: list(nodes) for key, nodes in other.nodes_of.items()}
 
 
 class Node:
-    """One module of the model, by the name it has there. See :class:`slapo.Schedule`.
+    """One module of the model at its path. See :class:`slapo.Schedule`.
 
-    Primitives know a schedule as this: the tree, and the means to change it.
+    Primitives use this interface: the tree, and the operations that change it.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Node:
         self.parent = parent
         self.rank: int
         self.world_size: int
-        if isinstance(group, GroupHandle):  # the parent's
+        if isinstance(group, GroupHandle):  # inherited from the parent
             assert parent is not None, "only a parent hands on its own"
             self._group, self.rank, self.world_size = group, parent.rank, parent.world_size
         else:
@@ -201,7 +201,7 @@ class Node:
         self.state = state
         self.child: dict[str, Self] = {}
         others = state.nodes_of.setdefault(id(mod), [])
-        if others:  # the module stands elsewhere too, or moves here
+        if others:  # the module is also at another path, or moves here
             self.metadata.applied.extend(others[0].metadata.applied)
         others.append(self)
         if parent is None:
@@ -210,12 +210,12 @@ class Node:
 
     # --- the tree ----------------------------------------------------------------------------
     def __getitem__(self, path: str) -> Self:
-        """The node at `path` below this one; ``""`` is the node itself.
+        """Return the node at `path` below this one; ``""`` is the node itself.
 
         Raises
         ------
         KeyError
-            Naming the nearest existing paths.
+            If there is no such path; the message has the nearest ones.
         """
         found = self._lookup(path)
         if found is None:
@@ -233,12 +233,12 @@ class Node:
         for part in path.split(".") if path else ():
             pending = f"{pending}.{part}" if pending else part
             node.follow(pending)
-            if pending in node.child:  # names of list items are joined: "layer.3"
+            if pending in node.child:  # list items have joined names: "layer.3"
                 node, pending = node.child[pending], ""
         return None if pending else node
 
     def follow(self, name: str) -> None:
-        """See a module that the user has put instead of a child, or has added."""
+        """Pick up a child module that the user has replaced or added."""
         child, present = self.child.get(name), _slot(self.mod, name)
         if child is None and (present is None or _is_transparent(present, name, self._hides)):
             return
@@ -248,15 +248,9 @@ class Node:
             self.rebuild_children()
 
     def check_live(self) -> None:
-        """Refuse to act on a module that is no longer a part of the model.
-
-        Raises
-        ------
-        SlapoError
-            Naming the path.
-        """
+        """Raise SlapoError if the node's module is no longer a part of the model."""
         node, parent = self, self.parent
-        while parent is not None:  # a generator takes twice as long, before every primitive
+        while parent is not None:  # runs before every primitive; a generator takes twice as long
             if _slot(parent._mod, node.name) is not node._mod:
                 raise SlapoError(
                     f"{spelled(self.path)}: another module was put at {node.path!r} since this "
@@ -265,7 +259,7 @@ class Node:
             node, parent = parent, parent.parent
 
     def describe_unknown(self, path: str) -> str:
-        """The message for a path that does not exist."""
+        """Return the error message for a path that does not exist."""
         inlined = self._describe_inlined(path)
         if inlined is not None:
             return inlined
@@ -296,7 +290,7 @@ class Node:
         )
 
     def _describe_inlined(self, path: str) -> str | None:
-        """The message for a path to a module that graphs no longer call."""
+        """Return the error message for a path to a module that graphs no longer call, else None."""
         for above, node in self.named_schedules():
             name = path[len(above) :].lstrip(".") if path.startswith(above) else ""
             if name and node._hides(name):
@@ -315,7 +309,7 @@ class Node:
             return False
 
     def _sealed_above(self, path: str) -> Node | None:
-        """The layer of torch, if any, that has a module at `path` within."""
+        """Return the layer of torch that contains the module at `path`, if any."""
         parts = path.split(".")
         for end in range(len(parts) - 1, 0, -1):
             node = self._lookup(".".join(parts[:end]))
@@ -330,12 +324,12 @@ class Node:
         return node is not None and isinstance(getattr(node.mod, leaf, None), torch.Tensor)
 
     def get_module(self, path: str = "") -> nn.Module:
-        """The module at `path` below this node, also one that a flat trace has inlined.
+        """Return the module at `path` below this node, including one that a flat trace has inlined.
 
         Raises
         ------
         KeyError
-            Naming the nearest existing paths.
+            If there is no such path; the message has the nearest ones.
         """
         node = self._lookup(path)
         if node is None and self._describe_inlined(path) is not None:
@@ -343,7 +337,7 @@ class Node:
         return self[path].mod
 
     def named_schedules(self, prefix: str = "") -> Iterator[tuple[str, Self]]:
-        """This node and all below it, with their paths from here, as ``named_modules`` does."""
+        """Yield this node and all nodes below it with their paths, like ``named_modules``."""
         yield prefix, self
         for name in list(self.child):
             self.follow(name)
@@ -351,7 +345,7 @@ class Node:
             yield from child.named_schedules(f"{prefix}.{name}" if prefix else name)
 
     def get_top_schedule(self) -> Self:
-        """The root of the tree."""
+        """Return the root of the tree."""
         node = self
         while node.parent is not None:
             node = node.parent
@@ -364,7 +358,7 @@ class Node:
 
     @property
     def mod(self) -> nn.Module:
-        """The module that stands at this path."""
+        """The module that is currently at this path."""
         return self._mod
 
     @mod.setter
@@ -375,7 +369,7 @@ class Node:
         )
 
     def ancestors(self) -> Iterator[Self]:
-        """The nodes above, the parent first."""
+        """Yield the nodes above, the parent first."""
         node = self.parent
         while node is not None:
             yield node
@@ -383,17 +377,17 @@ class Node:
 
     @property
     def where(self) -> str:
-        """The node in a sentence."""
+        """This node's path for use in a message."""
         return repr(self.path) if self.path else "the root"
 
     @property
     def model_path(self) -> str:
-        """The module's name in the model; it differs from `path` where the root has a path."""
+        """Path of the module in the model; differs from `path` if the root has a path."""
         top = self.get_top_schedule()
         return self.path[len(top.path) :].lstrip(".") if top.path else self.path
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """The same schedule over a copy of the model."""
+        """Return the same schedule over a copy of the model."""
         if self.parent is not None:
             raise SlapoError(
                 f"{spelled(self.path)} is a part of a schedule, which has no copy of its own; copy "
@@ -401,7 +395,7 @@ class Node:
             )
         state = self.state.copy()
         state.nodes_of = {}
-        write_down(self.mod)  # copies of tensors do not know their origins
+        write_down(self.mod)  # copied tensors would lose their origins
         model = copy.deepcopy(self.mod, memo)
         new = type(self)(model, self.name, self.path, None, self.group, state)
         for (_, old), (_, node) in zip(self.named_schedules(), new.named_schedules(), strict=True):
@@ -410,12 +404,12 @@ class Node:
 
     @property
     def is_current(self) -> bool:
-        """False once a module above was replaced, and with it this part of the tree."""
+        """False after a module above was replaced, which detaches this part of the tree."""
         return self in self.state.nodes_of.get(id(self.mod), ())
 
     # --- change of modules, used by primitives -----------------------------------------------
     def set_module(self, new: nn.Module) -> None:
-        """Put `new` wherever the present module stands, and follow with the tree."""
+        """Put `new` at every path of the present module, and update the tree."""
         old = self.mod
         for node in self.state.nodes_of.pop(id(old)):
             node._mod = new
@@ -430,7 +424,7 @@ class Node:
     def rebuild_children(self, deep: bool = False) -> None:
         """Make the children agree with the module; nodes of unchanged modules stay.
 
-        With `deep` those below too, as after a trace.
+        With `deep`, rebuild all levels below, for example after a trace.
         """
         modules = {} if self._is_kept_whole() else children_of(self.mod, self._hides)
         child = self.child
@@ -440,7 +434,7 @@ class Node:
         for name, module in modules.items():
             if name not in child:
                 child[name] = self._make_child(name, module)
-        if list(child) != list(modules):  # a new node came last, and may belong elsewhere
+        if list(child) != list(modules):  # new nodes were appended and may belong earlier
             ordered = {name: child[name] for name in modules}
             child.clear()
             child.update(ordered)
@@ -451,7 +445,7 @@ class Node:
                 node.rebuild_children(deep=True)
 
     def _hides(self, name: str) -> bool:
-        """Return whether a flat graph has inlined the module at a path, its own children aside."""
+        """Return whether a flat graph has inlined the module at a path (not a direct child)."""
         own = inlined_in(innermost(self.mod))
         if own:
             return name in own and not self._is_direct(name)
@@ -459,17 +453,17 @@ class Node:
         return graph is not None and f"{start}.{name}" in inlined_in(innermost(graph.mod))
 
     def _is_direct(self, name: str) -> bool:
-        """Return whether only lists stand between here and a path."""
+        """Return whether all modules between here and a path are lists."""
         ends = [k for k, letter in enumerate(name) if letter == "."]
         return all(isinstance(_slot(self.mod, name[:end]), nn.ModuleList) for end in ends)
 
     def _is_kept_whole(self) -> bool:
-        """Return whether a flat trace above was told to leave this module alone."""
+        """Return whether a flat trace above has this module as a leaf."""
         graph, path = self.graph_above()
         return graph is not None and path in kept_whole_in(innermost(graph.mod))
 
     def graph_above(self) -> tuple[Node | None, str]:
-        """The nearest node above with a flat graph, and the path from there."""
+        """Return the nearest node above with a flat graph, and the path from it to this node."""
         node: Node | None = self.parent
         path = self.name
         while node is not None and not _is_flat(innermost(node.mod)):
@@ -477,13 +471,13 @@ class Node:
         return node, path
 
     def refresh(self, targets: Iterable[str]) -> None:
-        """Follow changes of the modules at some paths below, at no cost for all others."""
+        """Update the nodes of the modules at some paths below; other nodes are not visited."""
         for target in targets:
             node, name = self._owner_of(target)
             node._refresh_child(name)
 
     def _owner_of(self, target: str) -> tuple[Self, str]:
-        """The node whose child the module at `target` is, or would be, and the child's name."""
+        """Return the node whose child is, or would be, at `target`, and the child's name."""
         node, pending = self, ""
         *parts, last = target.split(".")
         for part in parts:
@@ -504,14 +498,14 @@ class Node:
             del self.child[name]
             present._forget()
         if module is not None and not _is_transparent(module, name, self._hides):
-            self.child[name] = self._make_child(name, module)  # last, where modules are added
+            self.child[name] = self._make_child(name, module)  # modules are added last
 
     def _make_child(self, name: str, module: nn.Module) -> Any:
         path = f"{self.path}.{name}" if self.path else name
         return type(self)(module, name, path, self, self._group, self.state)
 
     def _forget(self) -> None:
-        """The node left the tree."""
+        """Remove this node and all below it from the table of nodes."""
         for _, node in self.named_schedules():
             nodes = self.state.nodes_of.get(id(node.mod), [])
             if node in nodes:
@@ -526,30 +520,24 @@ class Node:
         return self.state.history
 
     def note(self, record: Record) -> None:
-        """Enter what was applied here into the history, and wherever the module stands."""
+        """Add a record to the history, and to the metadata of every node of this module."""
         self.history.append(record)
         for node in self.state.nodes_of[id(self.mod)]:
             node.metadata.applied.append(record)
 
     def digest(self) -> str:
-        """A fingerprint of the history, equal on every rank that applied the same."""
+        """Return a fingerprint of the history; equal on ranks that applied the same primitives."""
         return digest(self.history)
 
 
 def children_of(
     module: nn.Module, hides: Callable[[str], bool], prefix: str = ""
 ) -> dict[str, nn.Module]:
-    """Children as the schedule names them.
+    """Return the children of a module under their names in the schedule.
 
-    Items of lists, and what graphs call within a module that they have inlined, have joined names.
-    Leaves of torch have no children.
-
-    Parameters
-    ----------
-    hides
-        Of a name, whether the operations of that module are in a graph.
-    prefix
-        Stands before all names, with a dot.
+    Items of lists have joined names, and so do the modules called inside an inlined module. Layers
+    of torch that are leaves have no children. `hides` is True for the name of an inlined module.
+    `prefix`, including its dot, is prepended to every name.
     """
     if is_torch_leaf(innermost(module)):
         return {}
@@ -568,9 +556,9 @@ def _is_flat(module: nn.Module) -> bool:
 
 
 def _is_transparent(module: nn.Module, name: str, hides: Callable[[str], bool]) -> bool:
-    """Return whether a module is not a node, and its children belong to what is around it.
+    """Return whether a module is not a node, so that its children belong to the node around it.
 
-    One that a graph has inlined, but whose own parameters it reads, is a node: of those.
+    An inlined module that has parameters of its own is a node nevertheless: it holds them.
     """
     if isinstance(module, nn.ModuleList):
         return True
@@ -578,7 +566,7 @@ def _is_transparent(module: nn.Module, name: str, hides: Callable[[str], bool]) 
 
 
 def _slot(parent: nn.Module, name: str) -> nn.Module | None:
-    """The model's present module for a child; None if there is none."""
+    """Return the module currently registered as a child, or None."""
     module: nn.Module | None = parent
     for part in name.split("."):
         module = module._modules.get(part) if module is not None else None
@@ -586,7 +574,7 @@ def _slot(parent: nn.Module, name: str) -> nn.Module | None:
 
 
 def child_slot(parent: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that registers the child called `name`, and the name there."""
+    """Return the module that registers the child called `name`, and its name there."""
     *lists, last = name.split(".")
     for part in lists:
         inner = parent._modules[part]

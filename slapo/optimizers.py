@@ -1,8 +1,8 @@
-"""Optimizers that were made before a schedule has put other parameters into the model.
+"""Detection of optimizers created before a schedule put other parameters into the model.
 
-Where the whole or a slice of a parameter stays, the object stays, and so does its place in an
-optimizer. A replacement brings new ones, and so does a model without memory when it gets values: an
-optimizer from before would step, and train nothing of these.
+Sharding keeps the parameter objects, so an optimizer still holds them. A replacement brings new
+parameters, and so does the initialization of a model on meta: an earlier optimizer would step
+without training any of these.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from slapo.errors import SlapoError
 
 Known = Mapping[int, tuple[str, "weakref.ref[Tensor]"]]
 
-#: Steps of an optimizer that are looked at: gradients may be there from the second on.
+#: Number of first steps of an optimizer that are checked: gradients may exist from the second on.
 _LOOKS = 3
 
-#: Model -> its parameters from before that are gone from it, and those that came.
+#: Model -> its parameters that are gone, and those that are new.
 _REPLACED: weakref.WeakKeyDictionary[nn.Module, tuple[Known, Known]] = weakref.WeakKeyDictionary()
 _SEEN: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _hooks: list[Any] = []
 
 
 def parameters_of(model: nn.Module) -> Known:
-    """The present parameters of a model, which this does not keep."""
+    """Return the present parameters of a model by id, with weak references."""
     found: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
-    for path, module in model.named_modules():  # half the time of named_parameters
+    for path, module in model.named_modules():  # takes half the time of named_parameters
         for leaf, param in module._parameters.items():
             if param is not None and id(param) not in found:
                 found[id(param)] = (f"{path}.{leaf}" if path else leaf, weakref.ref(param))
@@ -39,13 +39,13 @@ def parameters_of(model: nn.Module) -> Known:
 
 
 def refuse_earlier_optimizers(model: nn.Module, before: Known) -> None:
-    """Let the first steps of an optimizer raise that has parameters the model has no more."""
+    """Make the first steps of an optimizer raise if it holds parameters that left the model."""
     now = parameters_of(model)
     kept = {key for key, (_, ref) in before.items() if key in now and now[key][1]() is ref()}
     gone = {k: v for k, v in before.items() if k not in kept and v[1]() is not None}
     came = {k: v for k, v in now.items() if k not in kept}
     _REPLACED.pop(model, None)
-    if gone and came:  # somebody still has one of the first
+    if gone and came:  # an old parameter is still referenced
         _REPLACED[model] = (gone, came)
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_check))

@@ -1,4 +1,4 @@
-"""Vocabulary of patterns; see :mod:`slapo.graph.match.pattern`."""
+"""Building blocks of patterns; see :mod:`slapo.graph.match.pattern`."""
 
 from slapo.graph.match.pattern import ModulePattern, Pattern, call_module
 

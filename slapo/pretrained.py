@@ -1,4 +1,4 @@
-"""Weights of Hugging Face, in and out."""
+"""Loading and saving of weights in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ logger = get_logger("slapo")
 
 @dataclass(frozen=True)
 class Loaded:
-    """What :func:`load_pretrained` has found.
+    """Outcome of :func:`load_pretrained`.
 
     Attributes
     ----------
     missing : tuple of str
-        Names in the model that the folder does not have.
+        Names in the model that are not in the folder.
     unexpected : tuple of str
-        Names in the folder that the model does not have.
+        Names in the folder that are not in the model.
     """
 
     missing: tuple[str, ...]
@@ -48,7 +48,7 @@ class Loaded:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of tensors that this rank has read; of a schedule, what its build reads."""
+        """Bytes of tensors that this rank has read; for a schedule, those that its build reads."""
         return self._bytes()
 
 
@@ -59,32 +59,33 @@ def load_pretrained(
     missing: str = "init",
     dtype: torch.dtype | None = None,
 ) -> Loaded:
-    """Take the weights of a model from a folder; each rank reads only what it holds.
+    """Load the weights of a model from a folder; each rank reads only its own shards.
 
     Parameters
     ----------
     target
-        The root schedule, before :func:`slapo.build`, which reads then; a module that it built; or
-        an engine, whose optimizer goes on from the new weights with the state that it has.
+        The root schedule before :func:`slapo.build`, which then reads the values; a built module;
+        or an engine, whose optimizer continues from the new weights with its present state.
     folder
-        As ``save_pretrained`` writes it, in one file or several, or one file of safetensors. Names
-        are converted as Transformers does; those of other models are taken as they are.
+        A folder as written by ``save_pretrained``, with one or several weight files, or a single
+        safetensors file. Names are converted as Transformers does; names of other models are used
+        unchanged.
     missing
-        ``"init"`` initializes what belongs to a new head, or was not in the class that the folder
-        was saved from; ``"error"`` refuses it.
+        ``"init"`` initializes tensors that belong to a new head, or that were not in the class that
+        the folder was saved from; ``"error"`` refuses them.
     dtype
-        Type of the parameters; None keeps that of the schedule. For a schedule alone.
+        Dtype of the parameters; None keeps that of the schedule. Only for a schedule.
 
     Returns
     -------
     Loaded
-        The names that were missing and unexpected, and the bytes that this rank has read.
+        The missing and unexpected names, and the bytes that this rank has read.
 
     Raises
     ------
     SlapoError
-        If the folder is damaged, holds a model of another family or of other sizes, lacks what its
-        own class has, or names differ; on every rank, and before anything changes.
+        If the folder is damaged, holds a model of another family or of other sizes, lacks tensors
+        of its own class, or names differ; on every rank, and before anything changes.
 
     Examples
     --------
@@ -143,31 +144,31 @@ def save_pretrained(
     dtype: torch.dtype | None = None,
     values: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write a model as an ordinary folder of Hugging Face, which ``from_pretrained`` opens.
+    """Write a model as an ordinary Hugging Face folder, which ``from_pretrained`` opens.
 
-    Names and shapes are those of the original model, whatever the schedule has made of it. Every
-    rank of the job calls it. Ranks write files side by side, and none holds the whole model. The
-    folder is there under its name only when all is in it.
+    Names and shapes are those of the original model, independent of the schedule. Every rank of the
+    job has to call this function. Ranks write files side by side, and none holds the full model.
+    The folder gets its final name only once it is complete.
 
     Parameters
     ----------
     target
         A module or an engine that :func:`slapo.build` returned.
     folder
-        A new one, or an empty one.
+        A new or empty folder.
     max_shard_size
-        The most bytes in one file, or a text such as ``"5GB"``.
+        Largest size of a file in bytes, or a string such as ``"5GB"``.
     dtype
-        Type of floating-point tensors in the folder; None keeps that of the model.
+        Dtype of floating-point tensors in the folder; None keeps that of the model.
     values
-        This rank's tensors instead of the model's, such as averages of them: with the names and
-        shapes of ``state_dict()`` of `target`.
+        Tensors of this rank to save instead of the model's, such as averages of them, with the
+        names and shapes of ``state_dict()`` of `target`.
 
     Raises
     ------
     SlapoError
-        If a tensor comes from no original, as of a module with weights of its own, `folder` holds
-        files, or `values` do not fit; on every rank.
+        If a tensor has no original, as in a module with weights of its own; if `folder` holds
+        files; or if `values` do not fit. Raised on every rank.
 
     Examples
     --------
@@ -190,7 +191,7 @@ def save_pretrained(
 
 
 def take_over_saving(model: nn.Module) -> None:
-    """Let ``model.save_pretrained`` of a sharded model be :func:`save_pretrained`."""
+    """Replace ``model.save_pretrained`` of a sharded model by :func:`save_pretrained`."""
     if "save_pretrained" in innermost(model).__dict__:
         model.__dict__["save_pretrained"] = MethodType(_save_as_transformers, model)
 
@@ -274,7 +275,7 @@ def _find(original: Original, path: Path, missing: str) -> Found:
     if not found.missing:
         return found
     lacking = found.missing
-    if missing == "init" and found.originals:  # or no name is right
+    if missing == "init" and found.originals:  # otherwise no name matches at all
         lacking = found.missing_in_its_class()
     if lacking:
         extra = f"; it has {_few(found.unexpected)} beside" if found.unexpected else ""

@@ -1,4 +1,4 @@
-"""A schedule as text: the module tree with what was applied where."""
+"""Text and HTML of a schedule: the module tree with the primitives applied."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from slapo.wrapper import innermost
 
 _MAX_WIDTH = 60
 _MAX_NOTE = 100
-#: More notes of one kind on a module are counted.
+#: Notes of one kind on a module are listed up to this number, and counted above it.
 _MAX_NOTES = 4
 _CUT = "cut_pipeline_stage"
-#: Names of colors in a drawing -> primitives.
+#: Color name in a drawing -> primitives.
 _COLORED = {
     "shard": {"shard"},
     "sync": {"sync"},
@@ -27,7 +27,7 @@ _COLORED = {
     "replace": {"replace", "replace_all", "fuse", "decompose", "compile"},
     "stage": {_CUT},
 }
-#: Their backgrounds.
+#: Color name -> background.
 _COLORS = {
     "shard": "#cfe3ff",
     "sync": "#ffdfb8",
@@ -52,7 +52,7 @@ _STYLE = """
 
 @dataclass
 class _Item:
-    """A module as it is printed: its name in what is around it, a text, and what is below."""
+    """A line of the tree: a module's name in its parent, its text, and its children."""
 
     name: str
     text: str
@@ -69,7 +69,7 @@ class _Item:
         return int(found.group()) if found else None
 
     def follows(self, other: _Item) -> bool:
-        """The next of a stack: nothing but the number at the end of the name is another."""
+        """Return whether this is the next layer of a stack: equal but for the index in the name."""
         number, previous = self.number(), other.number()
         return (
             number is not None
@@ -81,12 +81,12 @@ class _Item:
 
 
 def tree(root: Node) -> str:
-    """The tree below `root`; equal neighbors, such as the layers of a stack, take one line."""
+    """Return the tree below `root`; equal neighbors, such as layers of a stack, share a line."""
     return "\n".join([_label(root), *_branches(_below(root), "")])
 
 
 def html(root: Node) -> str:
-    """The tree as a folded outline in color, for a notebook or for :func:`page`."""
+    """Return the tree as a colored, collapsible outline, for a notebook or for :func:`page`."""
     whole = _size(root.mod) or 1
     size = f"{whole:,} parameters on rank {root.rank} of {root.world_size}"
     notes = "".join(f"<i class={kind}>{kind}</i>" for kind in _COLORS)
@@ -96,7 +96,7 @@ def html(root: Node) -> str:
 
 
 def page(root: Node) -> str:
-    """One HTML page that needs no other file."""
+    """Return a self-contained HTML page of the tree."""
     title = f"Schedule of {_escape(type(innermost(root.mod)).__name__)}"
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     head = f"<head>{head}<title>{title}</title></head>"
@@ -104,7 +104,7 @@ def page(root: Node) -> str:
 
 
 def _rows(items: list[_Item], whole: int) -> Iterator[str]:
-    opened: set[str] = set()  # of layers that differ a little, the first is enough
+    opened: set[str] = set()  # of layers that differ slightly, only the first is opened
     for run in _runs(items):
         first, nodes = run[0], [item.node for item in run if item.node is not None]
         share = sum(_size(node.mod) for node in nodes) / whole
@@ -125,7 +125,7 @@ def _rows(items: list[_Item], whole: int) -> Iterator[str]:
 
 
 def _chips(node: Node | None) -> str:
-    """Chips of the primitives applied to a module: each has its color, and its line as a title."""
+    """Colored labels of the primitives applied to a module, with source lines as titles."""
     chips = []
     for record in node.metadata.applied if node is not None else ():
         kind = next(
@@ -145,12 +145,12 @@ def _size(module: nn.Module) -> int:
 
 
 def _below(node: Node) -> list[_Item]:
-    node.rebuild_children()  # the user may have put other modules there
+    node.rebuild_children()  # the user may have replaced modules
     return _items(node.child, depth=2)
 
 
 def _items(nodes: Mapping[str, Node], depth: int) -> list[_Item]:
-    """Nodes by name; lists within lists, whose items the schedule names in one, as a level."""
+    """Convert nodes to items; nested lists, whose names the schedule joins, become a level."""
     items = []
     for head, group in groupby(nodes, lambda name: ".".join(name.split(".")[:depth])):
         names = list(group)
@@ -173,7 +173,7 @@ def _branches(items: list[_Item], indent: str) -> list[str]:
 
 
 def _runs(items: list[_Item]) -> list[list[_Item]]:
-    """Neighbors that differ in nothing but their number, together."""
+    """Group neighbors that differ only in their index."""
     runs: list[list[_Item]] = []
     for item in items:
         if runs and item.follows(runs[-1][-1]):
@@ -195,14 +195,14 @@ def _label(node: Node) -> str:
 
 
 def _counted(notes: list[str]) -> list[str]:
-    """Many primitives of one kind on one module, such as a fusion for each layer, as a number."""
+    """Replace many primitives of one kind on a module, such as one fusion per layer, by a count."""
     counts = Counter(note.partition("(")[0] for note in notes)
     shown: list[str] = []
     for note in notes:
         kind = note.partition("(")[0]
         total = f"{kind}(...) {counts[kind]}x"
         if counts[kind] <= _MAX_NOTES:
-            shown.append(_cut(note, _MAX_NOTE))  # an argument may be a whole config
+            shown.append(_cut(note, _MAX_NOTE))  # an argument may be an entire config
         elif total not in shown:
             shown.append(total)
     return shown
@@ -213,12 +213,12 @@ def _describe(node: Node) -> str:
     kind = type(module).__name__
     if node.child:
         return kind
-    # Some, such as Transformers' Conv1D, give their sizes in a __repr__ of their own.
+    # Some modules, such as Transformers' Conv1D, show their sizes in a __repr__ of their own.
     own = re.fullmatch(rf"{kind}\((.*)\)", repr(module))
     return f"{kind}({_cut(own[1] if own else module.extra_repr(), _MAX_WIDTH)})"
 
 
 def _cut(text: str, width: int) -> str:
-    """The text in one line of at most so many characters."""
+    """The text on one line of at most `width` characters."""
     text = " ".join(text.split())
     return text if len(text) <= width else f"{text[: width - 3]}..."

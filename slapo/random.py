@@ -1,8 +1,8 @@
 """Random state of runs that combine pipeline, data and tensor parallelism.
 
-Ranks of one tensor-parallel group compute the same outside of sharded regions, so their default
-random state must be the same there (dropout on a replicated activation), and different inside them
-(dropout on a slice). The tracker keeps the second state:
+Ranks of one tensor-parallel group compute the same values outside of sharded regions. There their
+default random state must be equal (dropout on a replicated activation). Inside sharded regions it
+must differ (dropout on a shard). The tracker keeps the second state:
 
 >>> import torch, slapo.random
 >>> slapo.random.set_random_seed(1, tp_rank=0)
@@ -28,20 +28,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from slapo.errors import SlapoError
 
-# Name of the state that `set_random_seed` gives to the tracker.
+# Name of the state that `set_random_seed` adds to the tracker.
 TENSOR_PARALLEL = "model-parallel-rng"
 
-# Far above what pipeline and data-parallel ranks add to a seed, so that no two ranks meet.
+# Far above the seed offsets of pipeline and data-parallel ranks, so that no two seeds collide.
 _TENSOR_PARALLEL_STRIDE = 1_000_003
 
-# State of the generators of the CPU and of the current accelerator, by device type.
+# Device type -> state of its generator, for the CPU and the current accelerator.
 RNGState = dict[str, Tensor]
 
 
 class RNGTracker:
     """Named random states beside torch's default one.
 
-    Each covers the generators of the CPU and, where there is one, of the current accelerator.
+    Each covers the generators of the CPU and of the current accelerator, if there is one.
 
     Examples
     --------
@@ -58,7 +58,7 @@ class RNGTracker:
     def __init__(self) -> None:
         self._states: dict[str, RNGState] = {}
         self._seeds: set[int] = set()
-        # The state whose numbers are being drawn; None is the default one.
+        # The state in use; None is the default one.
         self._current: str | None = None
         self._default: RNGState = {}
 
@@ -98,8 +98,8 @@ class RNGTracker:
     def fork(self, name: str = TENSOR_PARALLEL) -> Iterator[None]:
         """Draw random numbers from a state of this tracker inside the block.
 
-        Afterwards, also when the block raises, the state outside is as it was, and the next fork
-        goes on where this one stopped. Forks nest; a fork of the state in use changes nothing.
+        Afterwards, even if the block raises, the outer state is as before, and the next fork
+        continues where this one stopped. Forks nest; a fork of the state in use changes nothing.
 
         Parameters
         ----------
@@ -133,7 +133,7 @@ class RNGTracker:
 
     @property
     def is_forked(self) -> bool:
-        """Return whether a block is running under a state of this tracker.
+        """True while a block runs under a state of this tracker.
 
         Examples
         --------
@@ -162,7 +162,7 @@ class RNGTracker:
         Parameters
         ----------
         states : Mapping
-            What :meth:`get_states` has returned.
+            States returned by :meth:`get_states`.
 
         Raises
         ------
@@ -191,7 +191,7 @@ class RNGTracker:
         self._states = _copy(states)
 
     def reset(self) -> None:
-        """Forget all states.
+        """Delete all states.
 
         Raises
         ------
@@ -215,7 +215,7 @@ class RNGTracker:
         self._seeds = set()
 
     def _switch(self, name: str | None) -> None:
-        """Put the live state away under its own name, and make ``name`` the live one."""
+        """Save the live state under its own name, and make ``name`` the live one."""
         live = _capture()
         if self._current is None:
             self._default = live
@@ -244,7 +244,7 @@ def get_rng_tracker() -> RNGTracker:
     return _tracker
 
 
-# The name in earlier releases, which tracked CUDA alone.
+# Name in earlier releases, which tracked CUDA only.
 get_cuda_rng_tracker = get_rng_tracker
 
 
@@ -272,29 +272,30 @@ def set_random_seed(
     always_enable_tp_seed: bool = False,
     mesh: DeviceMesh | None = None,
 ) -> None:
-    """Seed Python, NumPy and torch, and start the tracker's tensor-parallel state.
+    """Seed Python, NumPy and torch, and initialize the tracker's tensor-parallel state.
 
-    The seed moves by 100 per pipeline stage and by 10 per data-parallel rank, and is the same on
-    all ranks of a tensor-parallel group. From ten replicas on, seeds of two stages would meet so:
-    with `mesh`, the distance of stages is larger then.
+    The seed is offset by 100 per pipeline stage and by 10 per data-parallel rank. It is the same
+    on all ranks of a tensor-parallel group. From ten replicas on, seeds of two stages would
+    collide: with `mesh`, the offset per stage is then larger.
 
     Parameters
     ----------
     seed : int
         The seed of the run.
     dp_rank, pp_rank, tp_rank : int, optional
-        Ranks in the data, pipeline and tensor-parallel group; None is 0, and for `tp_rank` the
-        rank in the job: blocks under :meth:`~RNGTracker.fork` draw other numbers on each.
+        Ranks in the data-, pipeline- and tensor-parallel group. None is 0, or for `tp_rank` the
+        rank in the job. Blocks under :meth:`~RNGTracker.fork` draw different numbers on each
+        tensor-parallel rank.
     always_enable_tp_seed : bool
         Make torch's default state differ between tensor-parallel ranks too. Python and NumPy, which
-        choose data, stay alike on them.
+        select data, stay equal on them.
     mesh : DeviceMesh, optional
-        From :func:`slapo.init_mesh`, in place of the three ranks.
+        From :func:`slapo.init_mesh`, instead of the three ranks.
 
     Raises
     ------
     ValueError
-        If a rank is negative, or ranks are given beside a mesh.
+        If a rank is negative, or ranks are given in addition to a mesh.
     TypeError
         If the seed is not an integer.
     SlapoError
@@ -322,15 +323,15 @@ def set_random_seed(
             stage_distance = max(stage_distance, 10 * mesh["dp"].size())
     elif tp_rank is None and dist.is_available() and dist.is_initialized():
         given["tp_rank"] = dist.get_rank()
-    if not hasattr(seed, "__index__"):  # NumPy's integers have one
+    if not hasattr(seed, "__index__"):  # accepts NumPy integers
         raise TypeError(f"set_random_seed: seed is {seed!r}; pass a whole number")
     pp, dp, tp = (_check_rank(name, rank) for name, rank in given.items())
     _tracker.reset()
     shared_seed = seed + stage_distance * pp + 10 * dp
     random.seed(shared_seed)
     _seed_numpy(shared_seed)
-    # Two seeds of its own for each tensor-parallel rank: odd multiples for the tracker's state,
-    # even ones for the default state.
+    # Each tensor-parallel rank has two seeds: odd multiples for the tracker's state, even ones for
+    # the default state.
     own_seed = _tensor_parallel_seed(shared_seed, tp)
     torch.manual_seed(own_seed + _TENSOR_PARALLEL_STRIDE if always_enable_tp_seed else shared_seed)
     _tracker.add(TENSOR_PARALLEL, own_seed)
@@ -339,7 +340,10 @@ def set_random_seed(
 
 @contextmanager
 def states_kept(tp_rank: int, seed: int = 2013) -> Iterator[None]:
-    """Python's, torch's and the tracker's states as they were; one without a seed gets one."""
+    """Restore Python's, torch's and the tracker's states after the block.
+
+    An unseeded tracker gets a seed inside it.
+    """
     of_python = random.getstate()
     with torch.random.fork_rng(), tracker_kept(tp_rank, seed):
         try:
@@ -350,7 +354,7 @@ def states_kept(tp_rank: int, seed: int = 2013) -> Iterator[None]:
 
 @contextmanager
 def tracker_kept(tp_rank: int = 0, seed: int = 2013) -> Iterator[None]:
-    """The tracker's states as they were; a tracker without a seed gets one for the block."""
+    """Restore the tracker's states after the block; an unseeded tracker gets a seed inside it."""
     states = _tracker.get_states()
     if not states:
         _tracker.set_states({TENSOR_PARALLEL: _seeded(seed + tp_rank, _started_devices())})
@@ -364,7 +368,7 @@ def tracker_kept(tp_rank: int = 0, seed: int = 2013) -> Iterator[None]:
 
 
 def all_states() -> dict[str, Any]:
-    """Python's, NumPy's, torch's and the tracker's states, as they are now."""
+    """Return the present states of Python, NumPy, torch and the tracker."""
     states = {"python": random.getstate(), "torch": _capture(), "tracker": _tracker.get_states()}
     if "numpy" in sys.modules:
         states["numpy"] = sys.modules["numpy"].random.get_state()
@@ -372,13 +376,13 @@ def all_states() -> dict[str, Any]:
 
 
 def set_all_states(states: Mapping[str, Any]) -> None:
-    """Go on from states of :func:`all_states`, as far as this process has such generators."""
+    """Restore states of :func:`all_states`, as far as this process has such generators."""
     random.setstate(states["python"])
     here = _device_types()
     _restore({device: state for device, state in states["torch"].items() if device in here})
     _tracker.set_states(states["tracker"])
     if "numpy" in states:
-        import numpy  # where the states were taken, it was there
+        import numpy  # it was imported where the states were taken
 
         numpy.random.set_state(states["numpy"])
 
@@ -396,7 +400,7 @@ def _tensor_parallel_seed(seed: int, rank: int) -> int:
 
 
 def _seed_numpy(seed: int) -> None:
-    """Seed NumPy where it is installed; torch runs without it."""
+    """Seed NumPy if it is installed; torch runs without it."""
     try:
         import numpy
     except ImportError:
@@ -411,7 +415,7 @@ def _device_types() -> list[str]:
 
 
 def _started_devices() -> list[str]:
-    """Device types that this process uses: to ask another one would start it."""
+    """Device types that this process already uses: reading the state of another would start it."""
     types = _device_types()
     return [t for t in types if t == "cpu" or torch.get_device_module(t).is_initialized()]
 
@@ -421,7 +425,7 @@ def _seeded(seed: int, devices: list[str]) -> RNGState:
 
 
 def _generators(device: str) -> ModuleType:
-    """Return the module that reads and writes the default generator of ``device``."""
+    """Module that reads and writes the default generator of ``device``."""
     return torch.random if device == "cpu" else torch.get_device_module(device)
 
 
@@ -438,13 +442,13 @@ def _copy(states: Mapping[str, RNGState]) -> dict[str, RNGState]:
     return {
         name: {device: _copy_tensor(device, tensor) for device, tensor in state.items()}
         if isinstance(state, Mapping)
-        else state  # of a script that keeps something of its own there
+        else state  # a script may keep something else there
         for name, state in states.items()
     }
 
 
 def _copy_tensor(device: str, state: Tensor) -> Tensor:
-    """Copy by way of a generator: under a fake tensor mode a clone would hold no data."""
+    """Copy through a generator: under a fake tensor mode a clone would have no data."""
     return torch.Generator(device).set_state(state).get_state()
 
 
@@ -456,7 +460,7 @@ _CUDA_RNG_STATE_TRACKER = _tracker
 def model_parallel_cuda_manual_seed(
     seed: int, tp_rank: int, always_enable_tp_seed: bool = False
 ) -> int:
-    """See :func:`set_random_seed`, of which this is the part for tensor-parallel ranks.
+    """Seed a tensor-parallel rank; see :func:`set_random_seed`.
 
     Returns
     -------

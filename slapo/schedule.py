@@ -1,4 +1,4 @@
-"""The schedule: a tree of names over a live model, and the methods that rewrite the model."""
+"""The schedule: a tree of paths over a live model, with the primitives as methods."""
 
 from __future__ import annotations
 
@@ -61,25 +61,25 @@ T = TypeVar("T", Subgraph, Located)
 
 
 class Schedule(Node):
-    """A node of the schedule tree: one module of the model, by the name it has there.
+    """A node of the schedule tree: one module of the model, addressed by its path.
 
-    Made by :func:`create_schedule`. Primitives are methods; they act at once, in place, and return
-    the node, so calls chain. ``print`` shows the tree with what was applied where.
+    Created by :func:`create_schedule`. Primitives are methods. They act immediately and in place,
+    and return the node, so calls chain. ``print`` shows the tree with the primitives applied.
 
     Attributes
     ----------
     mod : nn.Module
-        The module that stands here now.
+        The module that is currently at this path.
     name, path : str
-        Local name, and name from the root.
+        Local name, and full path from the root.
     parent : Schedule or None
     child : dict of str to Schedule
-        Children in order. Those of an ``nn.ModuleList`` are children of the list's owner under
+        Children in order. Items of an ``nn.ModuleList`` are children of the list's owner under
         the joined name, such as ``"layer.3"``.
     group : ProcessGroup or None
         The tensor-parallel group.
     rank, world_size : int
-        This process's rank in the group, and the group's size.
+        Rank of this process in the group, and the size of the group.
     metadata : ScheduleMetadata
 
     Examples
@@ -106,17 +106,20 @@ class Schedule(Node):
     cut_pipeline_stage = as_method(CutPipelineStagePrimitive, CutPipelineStagePrimitive.apply)
 
     def select(self, pattern: str) -> Selection[Schedule]:
-        """Nodes below this one whose path matches a glob, as one object to apply primitives to.
+        """Select the nodes below this one whose path matches a glob.
+
+        Primitives called on the selection apply to each node.
 
         Parameters
         ----------
         pattern
-            ``*`` stands for one part of a path, or part of one; ``**`` for any number of parts.
+            ``*`` matches one path component or a part of it; ``**`` matches any number of
+            components.
 
         Raises
         ------
         ValueError
-            If nothing matches.
+            If no path matches.
 
         Examples
         --------
@@ -130,7 +133,7 @@ class Schedule(Node):
 
     @property
     def record(self) -> ScheduleRecord:
-        """The primitives applied to the whole tree so far, as data: to save, compare and replay.
+        """Record of the primitives applied to the whole tree so far, to save, compare or replay.
 
         Examples
         --------
@@ -144,33 +147,33 @@ class Schedule(Node):
 
     # --- graphs ------------------------------------------------------------------------------
     def find(self, pattern: str | Callable[..., Any] | nn.Module) -> Matches[Subgraph]:
-        """Subgraphs of this module, and of traced modules below it, that match a pattern.
+        """Find subgraphs of this module, and of traced modules below it, that match a pattern.
 
-        Traces the module if it is not a graph yet; if nothing matches then, the module stays what
-        it was. Matching is by dataflow: independent operations in between do not hide a match, and
-        operands of commutative operations may swap. ``F.gelu(x)`` and an ``nn.GELU`` are the same;
-        what such a call leaves out, the module may have as it likes. Constants that the pattern
-        states, tensors too, must be equal. Matches do not overlap.
+        Traces the module if it is not a graph yet; without a match the module is left unchanged.
+        Matching follows the dataflow. Independent operations in between do not hide a match, and
+        operands of commutative operations may swap. ``F.gelu(x)`` and an ``nn.GELU`` are
+        equivalent. An argument that the pattern omits matches any value in the module. Constants in
+        the pattern, including tensors, must be equal. Matches do not overlap.
 
         Parameters
         ----------
         pattern
-            A function or a :class:`slapo.pattern.Pattern`, whose arguments stand for any value; or
-            a regular expression, matched from the start against targets of module calls.
+            A function or a :class:`slapo.pattern.Pattern` whose arguments match any value; or a
+            regular expression, matched from the start against targets of module calls.
 
         Returns
         -------
         list
-            Of subgraphs, each a list of ``(parent_path, node)`` that knows as ``bindings`` what
-            each argument of the pattern stands for. When nothing matches, an empty list that knows
-            as ``why`` how far the search came and what to try; this is logged too.
+            Subgraphs, each a list of ``(parent_path, node)``. Its ``bindings`` map each argument of
+            the pattern to the matched node. An empty list has ``why``: how far the search got and
+            what to try. The reason is also logged.
 
         Raises
         ------
         SlapoError
-            If the module cannot be traced by itself.
+            If the module cannot be traced automatically.
         ValueError, TypeError
-            If it is not a pattern.
+            If `pattern` is not a pattern.
 
         Examples
         --------
@@ -194,41 +197,41 @@ class Schedule(Node):
         return self._look("find", pattern, lambda: find_subgraphs_in(self.mod, wanted))
 
     def find_node(self, regex_or_predicate: str | Callable[[fx.Node], bool]) -> Matches[Located]:
-        """Single nodes of this module's graph, as ``(parent_path, node)`` pairs.
+        """Find single nodes of this module's graph, as ``(parent_path, node)`` pairs.
 
-        As :meth:`find`, it traces the module if it has to, and leaves it what it was if no node
-        answers.
+        Like :meth:`find`, it traces the module if needed and leaves it unchanged without a match.
 
         Parameters
         ----------
         regex_or_predicate
             A regular expression, matched from the start against targets of module calls, or a
-            function of a node.
+            predicate on a node.
         """
         question = read_question(regex_or_predicate)
         return self._look("find_node", regex_or_predicate, lambda: find_nodes(self.mod, question))
 
     def _look(self, verb: str, pattern: Any, search: Callable[[], Matches[T]]) -> Matches[T]:
-        """Search in a graph; one made for the search stays only if something is in it."""
+        """Run a search; a graph traced for it is kept only if something is found."""
         if isinstance(innermost(self.mod), fx.GraphModule):
             found = search()
         else:
             found = self._trace_and_look(verb, search)
         if not found:
-            # Why takes longer than the search: the text is made where a handler writes it.
+            # `why` costs more than the search, so it is formatted only if a handler emits the
+            # record.
             logger.info("%s.%s found %s", spelled(self.path), verb, found)
         for index, match in enumerate(found):
             match.origin = Origin(verb, pattern, index, len(found), len(self.state.history))
         return found
 
     def _trace_and_look(self, verb: str, search: Callable[[], Matches[T]]) -> Matches[T]:
-        """Search in a module that is not a graph yet."""
+        """Trace the module, search it, and restore the module if nothing is found."""
         before = Snapshot(self)
         found: Matches[T] | None = None
         try:
             self._trace(verb)
             found = search()
-            found.settle()  # while the graphs are in place
+            found.settle()  # computes `why` while the graphs still exist
         finally:
             if not found:
                 before.restore()
@@ -252,13 +255,13 @@ class Schedule(Node):
         )
 
     def __iter__(self) -> Any:
-        """A schedule is not a sequence: paths are its items."""
+        """Raise TypeError: without this, Python would iterate by integer keys."""
         raise TypeError(
             "a Schedule is not iterated; take its nodes by sch.named_schedules(), sch.select(glob) "
             "or sch.child.values()"
         )
 
-    if not TYPE_CHECKING:  # to which any attribute would be one, and no typo would show
+    if not TYPE_CHECKING:  # type checkers would accept any attribute, and no typo would show
 
         def __getattr__(self, name: str) -> Any:
             return self._user_primitive(name)
@@ -316,20 +319,20 @@ def create_schedule(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Schedule:
-    """Lay a schedule over a model. The model is not copied: primitives rewrite it in place.
+    """Create a schedule over a model. The model is not copied: primitives rewrite it in place.
 
     Parameters
     ----------
     root
         Any module.
     name, path, parent
-        Place in a larger tree; leave them out for a whole model.
+        Position in a larger tree; leave them out for a whole model.
     group
-        The tensor-parallel group: a ``ProcessGroup``, a ``DeviceMesh`` of one dimension, or None
-        for the default group (a world of one where ``torch.distributed`` is not initialized).
+        The tensor-parallel group: a ``ProcessGroup``, a one-dimensional ``DeviceMesh``, or None
+        for the default group (a world of one if ``torch.distributed`` is not initialized).
     mesh
-        Instead of a group: a mesh, as of :func:`slapo.init_mesh`. Its dimension ``"tp"`` is the
-        group; without one every rank has the whole model.
+        Instead of `group`: a mesh such as that of :func:`slapo.init_mesh`. Its dimension ``"tp"``
+        is the group; without that dimension every rank has the full model.
 
     Returns
     -------
@@ -339,18 +342,18 @@ def create_schedule(
     Raises
     ------
     TypeError
-        If `root` is not a module, `group` is not a group, or a mesh is given beside a group.
+        If `root` is not a module, `group` is not a group, or both `mesh` and `group` are given.
     ValueError
-        If a mesh that is given as `group` has several dimensions, or this process is not in it.
+        If a mesh given as `group` has several dimensions, or does not include this process.
     SlapoError
         If a group is given and ``torch.distributed`` is not initialized.
 
     Warns
     -----
     UserWarning
-        If the model was scheduled before, as when a cell of a notebook runs again: it is as that
-        schedule left it. If this process is one of several that have not initialized
-        ``torch.distributed``: it is a world of one.
+        If the model was scheduled before, for example when a notebook cell runs again: it is
+        still as that schedule left it. Also if this process is one of several that have not
+        initialized ``torch.distributed``: it is then a world of one.
 
     Examples
     --------
@@ -381,7 +384,7 @@ def create_schedule(
 
 
 def _warn_of_earlier(root: nn.Module) -> None:
-    """Warn of a model that another schedule has changed, unknown to the new one."""
+    """Warn if an earlier schedule has changed the model: the new one lacks that history."""
     earlier = history_of(root)
     if earlier:
         count = f"{len(earlier)} primitive{'s' if len(earlier) > 1 else ''}"

@@ -1,4 +1,4 @@
-"""TorchScript, which torch deprecates: its warnings are handled here, and nowhere else."""
+"""Calls of TorchScript, which torch deprecates: its warnings are handled only in this module."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from torch import nn
 def script(function: Any) -> Any:
     """Compile a function or a module by TorchScript, without its warnings.
 
-    Raises
-    ------
-    Exception
-        Of many kinds, if it cannot be compiled.
+    Raises an exception of any kind if it cannot be compiled.
     """
     with quiet():
         return torch.jit.script(function)
@@ -29,16 +26,16 @@ def has_scripts() -> bool:
     """Return whether this version of torch compiles anything by TorchScript."""
     try:
         script(nn.Identity())
-    except Exception:  # whatever a version raises that does not have it any more
+    except Exception:  # versions without TorchScript may raise anything
         return False
     return True
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within the block torch does not warn of TorchScript."""
+    """Ignore torch's warnings about TorchScript inside the block."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r".*torch\.jit")
-        # It stumbles over an annotation within fx.GraphModule itself.
+        # Raised for an annotation inside fx.GraphModule itself.
         warnings.filterwarnings("ignore", "The TorchScript type system doesn't", UserWarning)
         yield

@@ -1,4 +1,4 @@
-"""Several nodes of a schedule at once, chosen by a glob."""
+"""A selection of schedule nodes by a glob."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ N = TypeVar("N", bound=Node)
 def _broadcast(
     primitive: type[Primitive], apply: Callable[Concatenate[Any, P], Any]
 ) -> Callable[Concatenate[Selection[N], P], Selection[N]]:
-    """`primitive` as a method that applies it to each node, or to none."""
+    """Return `primitive` as a method that applies it to every node, or to none."""
 
     @functools.wraps(apply)
     def method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -49,17 +49,17 @@ def _broadcast(
 
 
 class Selection(Generic[N]):
-    """Schedule nodes that a glob matched; a primitive called on it is applied to each of them.
+    """Schedule nodes that match a glob; a primitive called on it is applied to each of them.
 
-    Made by :meth:`Schedule.select`. When the primitive fails on one node, schedule and model are
-    as before the call.
+    Created by :meth:`Schedule.select`. If the primitive fails on one node, schedule and model are
+    restored to their state before the call.
 
     Parameters
     ----------
     nodes
         The nodes, in the order of the tree.
     pattern
-        The glob that chose them.
+        The glob that selected them.
     """
 
     shard = _broadcast(ShardPrimitive, ShardPrimitive.apply)
@@ -80,16 +80,10 @@ class Selection(Generic[N]):
 
     @classmethod
     def matching(cls, root: N, pattern: str) -> Selection[N]:
-        """Nodes below `root` that match `pattern`.
-
-        Raises
-        ------
-        ValueError
-            If there is none.
-        """
+        """Select the nodes below `root` that match `pattern`; ValueError if there is none."""
         regex = _compile(pattern)
         matches = (node for path, node in root.named_schedules() if path and regex.fullmatch(path))
-        # A module that stands at several places is one module: a primitive acts on it once.
+        # A module registered at several paths is one module: apply a primitive to it once.
         first: dict[int, N] = {}
         for node in matches:
             first.setdefault(id(node.mod), node)
@@ -101,7 +95,7 @@ class Selection(Generic[N]):
         return cls(nodes, pattern)
 
     def apply(self, primitive: type[Primitive], /, *args: Any, **kwargs: Any) -> Selection[N]:
-        """Apply `primitive` to every node, or to none when it fails on one."""
+        """Apply `primitive` to every node, or to none if it fails on one."""
         top = self.nodes[0].get_top_schedule()
         with restored_on_error(top):
             for node in self.nodes:
@@ -115,8 +109,8 @@ class Selection(Generic[N]):
     def replace(self, make_module: Callable[[str, Any], Any]) -> Selection[N]:
         """Replace every module by ``make_module(path, module)``.
 
-        A function that can be imported by name stands in the record as that, and makes the modules
-        of another model when the record is replayed.
+        A function that can be imported by name is recorded by that name, and creates the modules of
+        another model when the record is replayed.
         """
         if isinstance(make_module, nn.Module) or not callable(make_module):
             raise TypeError(
@@ -158,7 +152,7 @@ class Selection(Generic[N]):
 
 
 def _compile(pattern: Any) -> re.Pattern[str]:
-    """A glob over dotted paths: ``*`` stays within a part, ``**`` spans any number of them."""
+    """Compile a glob over dotted paths: ``*`` stays within a component, ``**`` spans several."""
     if not isinstance(pattern, str) or not pattern:
         raise ValueError(f"select: got {pattern!r}; pass a glob such as 'h.*.mlp'")
     regex = re.escape(pattern).replace(r"\*\*\.", r"(?:[^.]+\.)*").replace(r"\*\*", r".+")

@@ -1,4 +1,4 @@
-"""Take a schedule and its model back to an earlier state, when several steps fail half way."""
+"""Snapshots that restore a schedule and its model if one of several steps fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CONTAINERS = (dict, set, list)
 
 
 class _Attributes:
-    """One module's attributes; tensors and children are kept by reference."""
+    """Attributes of one module; tensors and children are kept by reference."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -33,7 +33,7 @@ class _Attributes:
             module.__dict__[key] = self._refilled(key, value)
 
     def _refilled(self, key: str, value: Any) -> Any:
-        """Containers keep their identity: wrappers and hook handles point at them."""
+        """Refill the original container: wrappers and hook handles refer to it."""
         original = self.containers.get(key)
         if original is None:
             return value
@@ -46,7 +46,7 @@ class _Attributes:
 
 
 class _ModuleState(_Attributes):
-    """One module as it is: its attributes, its class, its graphs, and what hangs on its tensors."""
+    """State of one module: attributes, class, graphs, and attributes of its tensors."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -88,13 +88,14 @@ class _TensorState:
         for table, before in zip(_hooks_of(tensor), self.hooks, strict=True):
             for key in table.keys() - before:
                 del table[key]
-        # A shard keeps a slice in the same object, and a cast rounded numbers.
+        # A shard replaces the values of the same tensor object, and so does a cast, which rounds
+        # them.
         if tensor.shape != self.data.shape or tensor.dtype != self.data.dtype:
             tensor.grad, tensor.data = None, self.data
 
 
 def _hooks_of(tensor: Tensor) -> list[dict[int, Any]]:
-    """Where a tensor keeps those that see its gradient."""
+    """Return the tensor's tables of gradient hooks."""
     return [tensor._backward_hooks or {}, tensor._post_accumulate_grad_hooks or {}]
 
 
@@ -105,7 +106,7 @@ def _shallow(value: Any) -> Any:
 
 
 class Snapshot:
-    """State of a schedule node, all below it, and the way to the root; tensors are not copied."""
+    """State of a schedule node, its descendants and its ancestors; tensors are not copied."""
 
     def __init__(self, node: Node) -> None:
         self.top = node.get_top_schedule()
@@ -117,7 +118,7 @@ class Snapshot:
         self.state = self.top.state.copy()
 
     def restore(self) -> None:
-        """Go back to the state at construction."""
+        """Restore the state at construction."""
         for module in self.modules:
             module.restore()
         for node, mod, child, metadata in self.nodes:
@@ -129,7 +130,7 @@ class Snapshot:
 
 
 def _above(top: Node, node: Node) -> Iterator[nn.Module]:
-    """Modules on the way from the root to a node, lists among them."""
+    """Yield the modules on the path from the root to a node, including lists."""
     parts = node.model_path.split(".") if node.model_path else []
     for length in range(len(parts)):
         yield from _chain(top.mod.get_submodule(".".join(parts[:length])))
@@ -141,7 +142,7 @@ def _below(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def _chain(module: nn.Module | None) -> Iterator[nn.Module]:
-    """A module and those that it wraps."""
+    """Yield a module and the modules that it wraps."""
     while isinstance(module, nn.Module):
         yield module
         module = module.__dict__.get("mod")
@@ -149,7 +150,7 @@ def _chain(module: nn.Module | None) -> Iterator[nn.Module]:
 
 @contextmanager
 def attributes_kept(root: nn.Module) -> Iterator[None]:
-    """Undo what the block put into modules: what they compute once and keep, such as tables."""
+    """Undo changes of module attributes in the block, such as tables that modules cache."""
     kept = [_Attributes(module) for module in _below(root)]
     try:
         yield
@@ -160,7 +161,7 @@ def attributes_kept(root: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def restored_on_error(node: Node) -> Iterator[None]:
-    """Undo what the block did at `node` and below, to schedule and model, when it raises."""
+    """Undo the block's changes to schedule and model at `node` and below if it raises."""
     snapshot = Snapshot(node)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The command ``slapo train``: a folder and a text in, a folder out."""
+"""The command ``slapo train``: trains the model of a folder on a text, and writes a folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slapo.cost.machine import MACHINES
 from slapo.cost.suggestions import quoted, suggest
 from slapo.errors import SlapoError
 
-#: A program that trains as the command does: to run, to keep and to edit.
+#: The program that the command runs, which users can also keep and edit.
 SCRIPT = Template('''\
 """Trains $folder on $data, on $ranks ranks.
 
@@ -138,7 +138,7 @@ if __name__ == "__main__":
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the status is that of the job, 1 if nothing fits, 2 for wrong usage."""
+    """Run the command; the status is that of the job, 1 if no layout fits, 2 for wrong usage."""
     given = _parser().parse_args(arguments)
     try:
         script = script_of(given)
@@ -159,12 +159,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     while True:
         try:
             return job.wait()
-        except KeyboardInterrupt:  # the job has it too: it saves, and ends
+        except KeyboardInterrupt:  # the job gets the signal as well, saves and ends
             continue
 
 
 def script_of(given: argparse.Namespace) -> str:
-    """The program for a folder, a text and the devices that are there."""
+    """Return the program for a folder, a text and the available devices."""
     _check_files(given)
     config = config_of(given.folder)
     _check_model(given, config)
@@ -199,7 +199,7 @@ def _run_of(given: argparse.Namespace) -> str:
 
 
 def _devices(given: argparse.Namespace) -> int:
-    """The number of devices: as asked for, or all; of processes where there is no GPU."""
+    """Number of devices, or of processes without a GPU: as requested, or all."""
     count: int = given.gpus or torch.cuda.device_count() or 1
     if count < 1:
         raise ValueError(f"--gpus is {count}; give a number from 1 on")
@@ -209,7 +209,7 @@ def _devices(given: argparse.Namespace) -> int:
 
 
 def _check_files(given: argparse.Namespace) -> None:
-    """Refuse what would fail later, in each of the ranks."""
+    """Refuse paths that would fail later, on each of the ranks."""
     data, out = Path(given.data), Path(given.out)
     if not (Path(given.folder) / "config.json").is_file():
         raise ValueError(
@@ -225,7 +225,7 @@ def _check_files(given: argparse.Namespace) -> None:
 
 
 def _check_model(given: argparse.Namespace, config: Any) -> None:
-    """Refuse models without a next token to learn, and samples that are too long for them."""
+    """Refuse models that are not causal language models, and samples longer than they support."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     wanted = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
@@ -243,13 +243,7 @@ def _check_model(given: argparse.Namespace, config: Any) -> None:
 def _layout(
     given: argparse.Namespace, config: Any, gpus: int, seq: int, on_gpu: bool
 ) -> tuple[Layout, dict[str, Any]]:
-    """The fastest layout of PyTorch's engine that fits, with options of its schedule.
-
-    Raises
-    ------
-    SlapoError
-        If none fits; the message says what would.
-    """
+    """Return the fastest layout of PyTorch's engine that fits, and its schedule options."""
     name = torch.cuda.get_device_name().lower() if on_gpu else "cpu"
     machine = next((each for each in MACHINES if each.partition("-")[0] in name), "a100-80gb")
     found = suggest(

@@ -1,4 +1,4 @@
-"""``slapo.fit``: the loop around an engine that most scripts write."""
+"""``slapo.fit``: the training loop around an engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from slapo.weights.files import progress_bar
 
 logger = get_logger("slapo")
 
-#: Names and values of what a step reports.
+#: Metric name -> value, for one step.
 Metrics = dict[str, float]
 #: A function of (step, metrics), TensorBoard's ``SummaryWriter``, or a run of Weights & Biases.
 Log = Any
@@ -48,49 +48,49 @@ def fit(
 ) -> list[Metrics]:
     """Train to a number of steps, with progress, evaluation, saving and resuming.
 
-    Every rank calls it. With ``save`` it goes on from the last complete step in that folder, so
-    the same call resumes a job that was killed, also at another layout. Ctrl-C and SIGTERM end the
-    step that runs, save, and return; five seconds later they end the process.
+    Every rank calls it. With ``save`` it continues from the last complete step in that folder, so
+    the same call resumes a job that was killed, also at another layout. Ctrl-C and SIGTERM finish
+    the current step, save, and return; one sent more than five seconds later acts as usual.
 
     Parameters
     ----------
     engine
         Engine of :func:`slapo.build`.
     data
-        ``(inputs, targets)`` as for ``engine.train_batch``. Data that can be iterated again, as a
-        ``DataLoader``, restarts at its end. Data with ``state_dict`` and ``load_state_dict``
-        is resumed by these; of other data, the batches of earlier steps are skipped.
+        ``(inputs, targets)`` as for ``engine.train_batch``. Data that can be iterated again, such
+        as a ``DataLoader``, restarts at its end. Data with ``state_dict`` and ``load_state_dict``
+        is resumed by these; for other data, the batches of earlier steps are skipped.
     steps
-        Steps of the optimizer in all, those before a resumed one too.
+        Total number of optimizer steps, including those before a resumed one.
     eval_data
         Batches for ``engine.eval_batch``, all of them each time; their mean loss is ``eval_loss``.
     eval_every
-        Steps between evaluations; by default at the end alone.
+        Steps between evaluations; by default only at the end.
     scheduler
-        Scheduler that is stepped after each step, where ``build`` was given none.
+        Scheduler that is stepped after each step, if ``build`` was given none.
     save
-        Folder for the steps that are saved.
+        Folder of the saved steps.
     save_every
-        Steps between savings; by default at the end alone.
+        Steps between saves; by default only at the end.
     keep
-        Number of the last steps that are kept.
+        Number of latest steps that are kept.
     log
-        On the first rank: called as ``log(step, metrics)``. A TensorBoard ``SummaryWriter`` and a
-        run of Weights & Biases are taken as they are; several of them as a list.
+        Called on the first rank as ``log(step, metrics)``. Also accepts a TensorBoard
+        ``SummaryWriter``, a run of Weights & Biases, or a list of several loggers.
     log_every
-        Steps between these.
+        Steps between calls of `log`.
 
     Returns
     -------
     list of dict
-        For each step here: ``loss``, ``seconds``, ``samples_per_second``, ``tokens_per_second``
-        (with ``input_ids``), ``grad_norm`` (if the engine measures it), ``lr``, ``memory_gib`` (the
-        peak of this rank), ``eval_loss`` where it was computed.
+        For each step of this call: ``loss``, ``seconds``, ``samples_per_second``,
+        ``tokens_per_second`` (with ``input_ids``), ``grad_norm`` (if the engine measures it),
+        ``lr``, ``memory_gib`` (the peak of this rank), ``eval_loss`` (if it was computed).
 
     Raises
     ------
     ValueError
-        If a number of steps is not a whole number from 1 on, or data ends before `steps`.
+        If a number of steps is not a positive integer, or data ends before `steps`.
 
     Examples
     --------
@@ -138,12 +138,12 @@ def _is_due(done: int, every: int | None, steps: int) -> bool:
 
 
 class _Loop:
-    """One call of :func:`fit`."""
+    """State of one call of :func:`fit`."""
 
     def __init__(self, engine: Engine, data: Iterable[Any], logs: Sequence[Log]) -> None:
         self.engine, self.data, self.logs = engine, data, logs
         self.history: list[Metrics] = []
-        #: what saves and restores its own position
+        #: the data, if it saves and restores its own position
         self.state: Any = data if hasattr(data, "state_dict") else None
         self._iterator: Iterator[Any] | None = None
         self._is_first = not has_peers() or dist.get_rank() == 0
@@ -151,7 +151,7 @@ class _Loop:
 
     # --- data ------------------------------------------------------------------------------------
     def resume(self, run: Any) -> None:
-        """Go on from the last complete step of a run, if there is one."""
+        """Resume from the last complete step of a run, if there is one."""
         if run is not None and Path(run).is_dir() and checkpoints(run):
             notes = self.engine.load(run, data=self.state).notes
             if self._is_first:
@@ -161,7 +161,7 @@ class _Loop:
             self._next()
 
     def _next(self) -> Any:
-        """The next batch; data that can be iterated again restarts."""
+        """Return the next batch; data that can be iterated again restarts."""
         for _ in range(2):
             if self._iterator is None:
                 self._iterator = iter(self.data)
@@ -176,7 +176,7 @@ class _Loop:
 
     # --- steps -----------------------------------------------------------------------------------
     def step(self) -> Metrics:
-        """One step, and its metrics."""
+        """Run one step, and return its metrics."""
         counts: Metrics = {}
 
         def counted() -> Iterator[Any]:
@@ -197,7 +197,7 @@ class _Loop:
         return metrics
 
     def evaluate(self, data: Iterable[Any]) -> float:
-        """The mean loss of all batches, by their number."""
+        """Return the mean loss over batches of equal weight."""
         batches = map(iter, ([batch] for batch in data))
         losses = [float(self.engine.eval_batch(batch)) for batch in batches]  # type: ignore[arg-type]
         if not losses:
@@ -205,7 +205,7 @@ class _Loop:
         return sum(losses) / len(losses)
 
     def say(self, metrics: Metrics) -> None:
-        """Call the logs, on the first rank."""
+        """Call the logs on the first rank."""
         step = self.engine.step_count
         for log in self.logs if self._is_first else ():
             if hasattr(log, "add_scalar"):
@@ -217,7 +217,7 @@ class _Loop:
                 log(step, metrics)
 
     def has_stopped(self) -> bool:
-        """Return whether any rank was asked to stop: all stop after the same step."""
+        """Return whether any rank was asked to stop, so that all stop after the same step."""
         asked = torch.tensor(self.asked.number)
         if has_peers():
             asked = asked.to(communication_device(None))
@@ -229,7 +229,7 @@ class _Loop:
 
 
 def _counts(inputs: Any, replicas: int) -> Metrics:
-    """Samples of a step, and tokens where there are any."""
+    """Number of samples in a step, and of tokens if there are ``input_ids``."""
     leaves: Any = [inputs] if isinstance(inputs, Tensor) else inputs
     leaves = leaves.values() if isinstance(leaves, dict) else leaves
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -239,7 +239,7 @@ def _counts(inputs: Any, replicas: int) -> Metrics:
 
 
 def _peak() -> float:
-    """Bytes of this rank's peak: of its accelerator, else of the process."""
+    """Peak memory of this rank in bytes: of its accelerator, else of the process."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,6 +1,6 @@
-"""The tuner: search for the schedule, layout and batch that train a model fastest.
+"""Tuner: search for the schedule, layout and batch that train a model fastest.
 
-``slapo tune --config space.py --db trials.db train.py ARGUMENTS`` on the command line,
+Use ``slapo tune --config space.py --db trials.db train.py ARGUMENTS`` on the command line, or
 :func:`tune` in a program. Needs the extra ``tune``.
 """
 

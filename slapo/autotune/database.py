@@ -1,4 +1,4 @@
-"""The trials and predictions of a search: a study of optuna in one SQLite file."""
+"""Trials and predictions of a search: an optuna study in one SQLite file."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 #: Name of the study in the file.
 _NAME = "slapo"
-#: Seconds after which new predictions are written.
+#: Seconds between writes of new predictions.
 _PAUSE = 5.0
 
 
 class Database:
     """The trials of a search in a file.
 
-    The file is SQLite with a study of optuna, so that optuna's dashboard shows it too.
+    The file is SQLite with an optuna study, so that optuna's dashboard shows it too.
 
     Parameters
     ----------
     path
-        The file, created if it does not exist.
+        Path of the file, created if it does not exist.
 
     Raises
     ------
     TuneError
-        If the file is of another kind.
+        If the file is not such a database.
     MissingPackageError
         If optuna is not installed.
 
@@ -58,13 +58,13 @@ class Database:
 
     @property
     def trials(self) -> list[Trial]:
-        """All trials that ended, in order."""
+        """All finished trials, in order."""
         found = map(read_trial, self._study.get_trials(deepcopy=False))
         return [trial for trial in found if trial is not None]
 
     @property
     def best(self) -> Trial | None:
-        """The trial with the largest result; None without results."""
+        """The trial with the largest result; None if there is none."""
         return best_of(self.trials)
 
     @property
@@ -73,7 +73,7 @@ class Database:
         return saved_predictions(self._study)
 
     def get(self, values: Mapping[str, Any]) -> Trial | None:
-        """The last trial that ran a point; None if it never ran."""
+        """Return the last trial that ran a point, or None."""
         key = point_key(values)
         same = [trial for trial in self.trials if trial.is_run and trial.key == key]
         return same[-1] if same else None
@@ -88,9 +88,9 @@ class Database:
         values
             Values of the point.
         result
-            The measured figure.
+            Measured figure.
         outcome
-            Outcome of a trial without a result.
+            Outcome of a trial without a result, such as ``"out_of_memory"``.
         """
         kind = outcome or ("no_result" if result is None else "ok")
         if kind not in RUN or (kind == "ok") != (result is not None):
@@ -110,7 +110,7 @@ class Database:
 
 # --- the study -----------------------------------------------------------------------------------
 def import_optuna() -> Any:
-    """Import optuna, or raise one clear error."""
+    """Import optuna, or raise a clear error."""
     try:
         import optuna
     except ImportError:
@@ -149,7 +149,7 @@ def open_study(db: Path | None) -> optuna.Study:
 
 @contextlib.contextmanager
 def locked(db: Path | None) -> Iterator[None]:
-    """Hold a database against a second search; the system unlocks it when the process ends."""
+    """Lock a database against a second search; the system unlocks it when the process ends."""
     if db is None or sys.platform == "win32":
         yield
         return
@@ -172,7 +172,7 @@ def locked(db: Path | None) -> Iterator[None]:
 
 
 def read_trial(frozen: Any) -> Trial | None:
-    """Read a trial of the study; None for a repetition, and for one that has no point yet."""
+    """Read a trial of the study; None for a repetition, or one without a point yet."""
     held = frozen.user_attrs
     if "trial" in held:
         predicted = held["trial"]["predicted"]
@@ -191,7 +191,7 @@ def read_trial(frozen: Any) -> Trial | None:
 
 
 def finish(study: optuna.Study, number: int, trial: Trial | None) -> None:
-    """End a trial of the study that runs; without a `Trial` it was cut off."""
+    """End a running trial of the study; without a `Trial` it was cut off."""
     if study.get_trials(deepcopy=False)[number].state == import_optuna().trial.TrialState.RUNNING:
         state = state_of("cut_off" if trial is None else trial.outcome)
         study.tell(number, None if trial is None else trial.result, state=state)
@@ -212,7 +212,7 @@ def best_of(trials: Sequence[Trial]) -> Trial | None:
 
 
 def check_search(study: optuna.Study, db: Path | None, mine: Mapping[str, Any]) -> None:
-    """Refuse a database of another search; note in a new one which search it belongs to."""
+    """Refuse a database of another search; record this search in a new one."""
     held = study.user_attrs
     for what, new in mine.items():
         old = held.get(what, new)
@@ -232,19 +232,18 @@ def check_search(study: optuna.Study, db: Path | None, mine: Mapping[str, Any]) 
 
 # --- predictions ---------------------------------------------------------------------------------
 class Predictor:
-    """The function ``predict`` of a user; it is asked once for each point of a study."""
+    """A user's function ``predict``, called once for each point of a study."""
 
     def __init__(self, predict: Callable[[dict[str, Any]], Any], study: optuna.Study) -> None:
         self._predict, self._study = predict, study
         self._source = source_of(predict)
         held = study.user_attrs.get("predictions", {})
-        # Without its source, a changed function looks like this one.
+        # Without its source, a changed function cannot be told from this one.
         same = self._source and held.get("source") == self._source
         self._known = saved_predictions(study) if same else {}
         self._saved, self._is_new = time.monotonic(), False
 
     def __call__(self, point: Point) -> Prediction:
-        """Return the prediction of a point."""
         if point.key not in self._known:
             self._known[point.key] = self._ask(point.values)
             self._is_new = True
@@ -253,7 +252,7 @@ class Predictor:
         return self._known[point.key]
 
     def get(self, point: Point) -> Prediction | None:
-        """Return the prediction of a point that was asked for."""
+        """Return the known prediction of a point, or None."""
         return self._known.get(point.key)
 
     def save(self) -> None:
@@ -269,7 +268,7 @@ class Predictor:
                 found = self._predict(dict(values))
             except Refused as reason:
                 return Prediction(fits=False, refused=str(reason) or "refused")
-            except (SlapoError, ValueError) as error:  # raised by recipes and the dry run
+            except (SlapoError, ValueError) as error:  # from recipes and the dry run
                 return Prediction(fits=False, refused=f"{type(error).__name__}: {error}")
         if found is None:
             return Prediction(fits=False, refused="the prediction is None")
@@ -277,13 +276,13 @@ class Predictor:
 
 
 def saved_predictions(study: optuna.Study) -> dict[str, Prediction]:
-    """Key of a point -> its prediction in a study."""
+    """Return key of a point -> its prediction in a study."""
     held = study.user_attrs.get("predictions", {"points": {}})
     return {key: Prediction(**figures) for key, figures in held["points"].items()}
 
 
 def _read(found: Any, values: dict[str, Any]) -> Prediction:
-    """Read a prediction from keys or attributes; `fits` overrules `capacity`."""
+    """Read a prediction from keys or attributes; `fits` overrides `capacity`."""
     memory, throughput = (_number(found, name, values) for name in ("memory", "throughput"))
     fits, capacity = _get(found, "fits"), None
     if fits is None or _get(found, "capacity") is not None:

@@ -1,4 +1,4 @@
-"""The events and the result of a search, and how they are shown: lines, table, plot."""
+"""Events and result of a search, printed as lines, a table and a plot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from slapo.autotune.space import Point
 from slapo.autotune.trial import Trial
 
-#: Trials in the table, and seconds between lines about predictions.
+#: Number of trials in the table, and seconds between lines about predictions.
 _ROWS, _PAUSE = 10, 10.0
 
 
@@ -24,21 +24,21 @@ class Result:
     Attributes
     ----------
     best
-        The trial with the largest result; None without results.
+        Trial with the largest result; None without results.
     trials
         All trials of this space in the database, in order.
     size
-        Number of points of the space; an estimate for more than some thousands.
+        Number of points of the space; an estimate above a few thousand.
     refused
         Reason -> number of points or branches that the space refused.
     does_not_fit
-        Number of points that need more memory than there is, by their prediction.
+        Number of points with a predicted memory above the capacity.
     command
         Shell command that runs the best point; empty without one.
     metric
         Name of the maximized figure.
     foreign
-        Number of trials in the database whose points are not of this space, nor in `trials`.
+        Number of trials in the database with points of another space; they are not in `trials`.
 
     Examples
     --------
@@ -65,7 +65,7 @@ class Progress:
         self._last = time.monotonic()
 
     def predicted(self, done: int, total: int) -> None:
-        """Report that `done` of `total` points have their prediction."""
+        """Report the number of predicted points."""
         if done == total or time.monotonic() - self._last > _PAUSE:
             self._last = time.monotonic()
             self._say(f"predicted {done} of {total} points")
@@ -75,7 +75,7 @@ class Progress:
         self._say(f"[{done + 1}/{total}] runs {_words(point.values)}")
 
     def ended(self, trial: Trial, best: Trial | None, done: int, total: int) -> None:
-        """Report the end of a trial, or a point that does not run."""
+        """Report the end of a trial, or a point that is not run."""
         found = trial.outcome if trial.result is None else f"{trial.result:.4g}"
         why = f" ({trial.reason})" if trial.reason else ""
         top = "" if best is None or best.result is None else f"; best {best.result:.4g}"
@@ -91,11 +91,11 @@ def _words(values: Mapping[str, Any]) -> str:
 
 
 def summary(result: Result) -> str:
-    """Table of the best trials, counts of the outcomes, and the command of the best point."""
+    """Return a table of the best trials, counts of the outcomes, and the best point's command."""
     measured = [trial for trial in result.trials if trial.result is not None]
     measured.sort(key=lambda trial: -(trial.result or 0.0))
     lines = [_table(measured[:_ROWS], result.metric)] if measured else []
-    # The last trial of a point that ran again.
+    # For repeated points only the last trial counts.
     run = list({trial.key: trial for trial in result.trials if trial.is_run}.values())
     kinds = Counter(trial.outcome for trial in run)
     counts = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
@@ -129,12 +129,12 @@ def _table(trials: Sequence[Trial], metric: str) -> str:
     return "\n".join("  ".join(row) for row in aligned)
 
 
-#: Outcome -> marker and color in the plot; the others are gray.
+#: Outcome -> marker and color in the plot; other outcomes are gray.
 _MARKS = {"ok": ("o", "tab:blue"), "out_of_memory": ("X", "tab:red")}
 
 
 def save_plot(result: Result, path: str | Path) -> None:
-    """Draw the figure of each trial in order and, with predictions, against the predicted one."""
+    """Plot each trial's figure in order and, with predictions, against the predicted one."""
     from matplotlib.figure import Figure
 
     run = [trial for trial in result.trials if trial.is_run]

@@ -1,4 +1,4 @@
-"""The search: best predictions first, then what a sampler makes of the results."""
+"""Search: the best predictions first, then a sampler's proposals."""
 
 from __future__ import annotations
 
@@ -47,11 +47,12 @@ from slapo.autotune.trial import (
 )
 from slapo.errors import with_nearest
 
-#: Share of the trials that the best predictions get.
+#: Fraction of the trials for the best predictions.
 _PREDICTED = 2 / 3
-#: Proposals in a row that need no run, until a point that needs one is taken.
+#: Consecutive proposals without a run, after which an unseen point is chosen.
 _MISSES = 3
-#: Proposals in a row without a run, after which the space must be giving other points than asked.
+#: Consecutive proposals without a run, after which the search stops: the space does not return the
+#: proposed points.
 _HOPELESS = 200
 _STOPS = ("none", "symbol", "all")
 
@@ -75,33 +76,33 @@ def tune(
 ) -> Result:
     """Search a space for the point with the largest throughput.
 
-    A trial is a process that gets its values as JSON in the environment's ``SLAPO_TRIAL``
-    (:func:`slapo.autotune.trial_values`) and in its arguments, and reports its result
-    (:func:`slapo.autotune.report_result`). Points that do not fit the memory by their prediction
-    do not run. The best predictions run first and get two thirds of the trials, optuna's TPE
-    sampler [1]_ proposes the others. With a database the same call continues where the last one
-    ended, however it ended.
+    A trial is a process. It gets its values as JSON in the environment variable ``SLAPO_TRIAL``
+    (:func:`slapo.autotune.trial_values`) and in its arguments. It reports its result by
+    :func:`slapo.autotune.report_result`. Points that do not fit into memory by their prediction are
+    not run. The best predictions run first and get two thirds of the trials; optuna's TPE sampler
+    [1]_ proposes the others. With a database the same call continues the last search, however that
+    ended.
 
     Parameters
     ----------
     space
-        Calls its argument as ``choose(name, candidates)``, where candidates may depend on earlier
-        answers, and returns a dict of values. For a point that cannot run it returns None or
-        raises :class:`slapo.autotune.Refused`.
+        Function that calls its argument as ``choose(name, candidates)`` and returns a dict of
+        values. Candidates may depend on earlier answers. For a point that cannot run, it returns
+        None or raises :class:`slapo.autotune.Refused`.
     command
-        Program of a trial and its arguments, with ``{name}`` where a value goes; or a function
-        from the values to that list.
+        Program of a trial and its arguments, with ``{name}`` as placeholders of values; or a
+        function from the values to that list.
     db
         File of the search; in memory by default.
     predict
-        Values -> their prediction, with keys or attributes ``memory`` and ``capacity`` in bytes,
-        ``throughput``, optionally ``fits``.
+        Function from values to a prediction with the keys or attributes ``memory`` and ``capacity``
+        in bytes, ``throughput``, and optionally ``fits``.
     constraint
-        Values -> whether they may run.
+        Function from values to True if they may run.
     run
-        Function of this process instead of a command, from the values to the throughput.
+        Function from the values to the throughput, run in this process instead of a command.
     watcher
-        Prints the events of the search.
+        Object that prints the events of the search.
     trials
         Number of points to run, including those in the database; by default a tenth of the space,
         from 10 to 200.
@@ -110,14 +111,14 @@ def tune(
     seed
         Seed of the sampler.
     metric
-        Name of the reported figure that is maximized.
+        Name of the reported figure to maximize.
     error_stop
-        ``"none"`` continues after a trial that failed. ``"symbol"`` skips points that differ from
-        it by a larger value of one name. ``"all"`` ends the search.
+        ``"none"`` continues after a failed trial. ``"symbol"`` skips points that differ from it
+        only by a larger value of one name. ``"all"`` ends the search.
     grows
-        Names for ``"symbol"``; by default all whose candidates are numbers.
+        Names for ``"symbol"``; by default all with numeric candidates.
     retry
-        Run again what crashed, timed out, or gave no result.
+        True reruns trials that crashed, timed out, or gave no result.
 
     Returns
     -------
@@ -127,7 +128,7 @@ def tune(
     Raises
     ------
     TuneError
-        If an argument cannot be searched.
+        If an argument is invalid, or the space has no point to run.
     MissingPackageError
         If optuna is not installed.
 
@@ -182,8 +183,8 @@ def _check_names(found: Survey, grows: Collection[str] | None, launcher: Launche
 class _Search:
     """One start of a search.
 
-    Only trials that ran settle a point for good. A point that was refused, did not fit or was
-    skipped is judged again at each start: the constraint, the prediction or the options may differ.
+    Only trials that ran settle a point for good. Points that were refused, did not fit or were
+    skipped are judged again at each start, as the constraint, prediction or options may differ.
     """
 
     _space: SpaceFunction
@@ -198,7 +199,7 @@ class _Search:
     _grows: Collection[str] | None
 
     def open(self, db: Path | None, trials: int | None, seed: int, retry: bool) -> None:
-        """Open the study of the search, and take over its trials."""
+        """Open the study of the search, and load its trials."""
         self._study = open_study(db)
         mine = {
             "space": sorted(self._survey.questions)[:1000],
@@ -210,10 +211,10 @@ class _Search:
             named = db or Path(tempfile.mkdtemp(prefix="slapo-tune-"), "memory")
             self._logs = named.with_name(named.name + ".logs")
             end_leftovers(self._logs)
-        #: Trials of this space by number, and by point those that settle it in this start.
+        #: Trials of this space by number, and the trials that settle a point in this start.
         self._trials: dict[int, Trial] = {}
         self._ended: dict[str, Trial] = {}
-        #: Points that ``error_stop="symbol"`` skips, and why.
+        #: Points that ``error_stop="symbol"`` skips, with the reason.
         self._skipped: dict[str, str] = {}
         self._queue: list[tuple[dict[str, Any], str]] = []
         self._predict: Predictor | None = None
@@ -240,7 +241,7 @@ class _Search:
                 continue
             point = points.get(trial.key)
             if point is not None and not trial.parameters:
-                # An imported trial: its values say which point it is.
+                # An imported trial has no parameters; its values determine the point.
                 trial = replace(trial, choices=point.choices, parameters=point.parameters)
             now = by_answers.get(point_key(trial.parameters)) if trial.parameters else None
             if now is not None and now.key != trial.key:
@@ -249,7 +250,7 @@ class _Search:
                     f"{dict(trial.values)}, of which the space now makes {dict(now.values)}; name "
                     "another database, or restore the space"
                 )
-            # A space too large to enumerate recognizes its points by the names of their values.
+            # In a space too large to enumerate, the names of the values identify its points.
             is_unseen = not self._survey.is_complete and frozenset(trial.values) in shapes
             if point is None and not is_unseen:
                 self._foreign += trial.is_run
@@ -258,7 +259,7 @@ class _Search:
             (self._ended if trial.is_run else cut)[trial.key] = trial
         self._queue += [(t.parameters, "cut_off") for k, t in cut.items() if k not in self._ended]
         for trial in [*self._ended.values()] if retry else []:
-            # An imported trial of a space too large to enumerate has no parameters to ask for.
+            # An imported trial of such a large space has no parameters to repeat.
             is_known = bool(trial.parameters) or self._survey.is_complete
             if trial.is_failure and trial.outcome != "out_of_memory" and is_known:
                 self._queue.append((trial.parameters, "retry"))
@@ -269,7 +270,7 @@ class _Search:
     # Predictions.
 
     def predict_all(self, predict: Callable[[dict[str, Any]], Any]) -> None:
-        """Ask for the prediction of every point, and rank the points that fit."""
+        """Predict every point, and rank those that fit."""
         self._predict = Predictor(predict, self._study)
         ranked: list[tuple[float, int, Point]] = []
         refused: Counter[str] = Counter()
@@ -304,7 +305,7 @@ class _Search:
     # The loop.
 
     def run(self) -> Result:
-        """Run trials until there are enough."""
+        """Run trials until the requested number is reached."""
         misses = 0
         while self._queue or self._count() < self._total:
             left = self._left()
@@ -317,7 +318,8 @@ class _Search:
             try:
                 trial = self._settle(asked)
             except BaseException:
-                finish(self._study, asked.number, None)  # it runs first when the search continues
+                # the point runs first when the search continues
+                finish(self._study, asked.number, None)
                 raise
             misses = 0 if trial is not None and trial.is_run else misses + 1
             if misses > _HOPELESS or (trial is not None and self._must_stop(trial)):
@@ -328,12 +330,12 @@ class _Search:
         return sum(trial.is_run for trial in self._ended.values())
 
     def _left(self) -> list[Point]:
-        """Points without a trial: those that may run, and at the end those to skip."""
+        """Return points without a trial: those that may run, or at the end those to skip."""
         points = [p for p in self._ranked or self._survey.points if p.key not in self._ended]
         return [point for point in points if point.key not in self._skipped] or points
 
     def _next(self, left: list[Point], misses: int) -> tuple[dict[str, Any], str] | None:
-        """Parameters and source of the next point; None to let the sampler propose one."""
+        """Return parameters and source of the next point, or None for the sampler's proposal."""
         if self._queue:
             return self._queue.pop(0)
         by_prediction = sum(t.source == "prediction" for t in self._ended.values() if t.is_run)
@@ -346,10 +348,10 @@ class _Search:
         return (self._one_of(near).parameters, "neighbor") if near else None
 
     def _neighbors(self, left: list[Point]) -> list[Point]:
-        """Points that differ from the best one in as few choices as possible.
+        """Return points that differ from the best one in as few choices as possible.
 
-        The sampler alone is slow to try them: a space with conditions has many names in the study,
-        and each is learned by itself.
+        The sampler rarely proposes these: a space with conditions has many parameters in the study,
+        and each is modeled separately.
         """
         best = best_of(list(self._trials.values()))
         if best is None:
@@ -362,7 +364,7 @@ class _Search:
         return points[0] if self._ranked else self._random.choice(points)
 
     def _settle(self, asked: Any) -> Trial | None:
-        """Judge a point that the study gives, and run it; None for a repetition."""
+        """Judge a point from the study, and run it; None for a repetition."""
         choices = Choices(lambda question: _suggest(asked, question))
         point: Point | None = None
         trial: Trial | None = None
@@ -391,13 +393,14 @@ class _Search:
             parameters=asked.params,
             source=asked.user_attrs.get("source", "sampler"),
         )
-        asked.set_user_attr("trial", asdict(trial))  # one write: it ended, or it did not
+        # a single write, so a trial is stored completely or not at all
+        asked.set_user_attr("trial", asdict(trial))
         finish(self._study, asked.number, trial)
         self._add(trial)
         return trial
 
     def _judge(self, point: Point) -> Trial | None:
-        """The trial of a point that does not run."""
+        """Return the trial of a point that is not run, or None."""
         if self._predict is not None:
             found = self._predict(point)
             self._predict.save()
@@ -426,7 +429,7 @@ class _Search:
             self._watcher.ended(trial, best, self._count(), self._total)
 
     def _skip_larger(self, trial: Trial) -> None:
-        """Skip points that differ from a trial that failed by a larger value of one name."""
+        """Skip points that differ from a failed trial only by a larger value of one name."""
         if self._error_stop != "symbol" or not trial.is_failure:
             return
         grows = self._grows
@@ -468,13 +471,12 @@ class _Search:
 def _sampler(seed: int) -> Any:
     optuna = import_optuna()
     with warnings.catch_warnings():
-        # Older versions call some of these options experimental.
+        # Older versions of optuna call some of these options experimental.
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         return optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True)
 
 
 def _suggest(asked: Any, question: Question) -> int:
-    """Position of the candidate that the study proposes."""
     count = len(question.values)
     if count == 1:
         return 0
@@ -485,7 +487,7 @@ def _suggest(asked: Any, question: Question) -> int:
 
 
 def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Names that only one has, or that have another value."""
+    """Return the names with different values, or present in one point only."""
     missing = object()
     names = {**one, **other}
     return [name for name in names if one.get(name, missing) != other.get(name, missing)]

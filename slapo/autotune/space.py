@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Points that are enumerated; of a larger space this many are drawn at random.
+#: Maximum number of enumerated points; a larger space is sampled at random.
 LIMIT = 4000
 
 
@@ -32,7 +32,7 @@ class TuneError(ValueError):
 
 
 class Refused(Exception):
-    """Raise it in a space, a constraint, a prediction or a trial for a point that cannot run.
+    """Exception for a point that cannot run, raised in a space, constraint, prediction or trial.
 
     Examples
     --------
@@ -48,9 +48,9 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Question:
-    """A value that a space asks for: its candidates, and the name of the parameter in the study.
+    """A value that a space asks for: its candidates, and the parameter name in the study.
 
-    That name contains the candidates, since a study refuses parameters whose choices change.
+    The name contains the candidates, since a study refuses parameters with changing choices.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Question:
     is_ordered: bool
 
     def label(self, position: int) -> int | str:
-        """An answer as the study holds it: the position of a number, the text of anything else."""
+        """Return an answer in the study's form: the index of a number, or a value's text."""
         return position if self.is_ordered else json.dumps(self.values[position])
 
 
@@ -72,12 +72,12 @@ def _question(name: str, values: Sequence[Any]) -> Question:
     kept = values if isinstance(values, range) else tuple(values)
     try:
         return _cached(name, kept, () if isinstance(kept, range) else tuple(map(type, kept)))
-    except TypeError:  # candidates that are lists have no hash
+    except TypeError:  # lists as candidates are not hashable
         return _cached.__wrapped__(name, kept, ())
 
 
-# A survey asks thousands of times, and a long list takes a millisecond. The types are part of the
-# key since 1, 1.0 and True are equal.
+# A survey asks thousands of times, and a long list takes a millisecond. The key includes the types,
+# since 1, 1.0 and True are equal.
 @functools.lru_cache(maxsize=256)
 def _cached(name: str, values: Sequence[Any], types: tuple[type, ...]) -> Question:
     shown = json.dumps(list(values))
@@ -89,17 +89,17 @@ def _cached(name: str, values: Sequence[Any], types: tuple[type, ...]) -> Questi
 
 
 def are_numbers(values: Sequence[Any]) -> bool:
-    """True if all values are numbers, which have an order."""
+    """Return whether all values are numbers, which have an order."""
     return all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
 
 
 class Choices:
-    """The argument of a space function: call it, or its method ``choose``, to ask for a value.
+    """Argument of a space function; call it, or its method ``choose``, to ask for a value.
 
     Parameters
     ----------
     pick
-        Question -> the position of the answer among the candidates.
+        Function from a question to the index of the answer among the candidates.
 
     Examples
     --------
@@ -118,9 +118,9 @@ class Choices:
         Parameters
         ----------
         name
-            Name of the value. Asked again with the same candidates, the answer is the same.
+            Name of the value. The same question has the same answer within a point.
         values
-            The candidates, of types that JSON can hold. An empty list refuses the point.
+            Candidates, of types that JSON supports. An empty list refuses the point.
         """
         question = _question(name, values)
         if not question.values:
@@ -148,7 +148,7 @@ SpaceFunction = Callable[[Choices], "Mapping[str, Any] | None"]
 
 @dataclass(frozen=True)
 class Point:
-    """The dict of a space, its answers by name, and these as the study holds them."""
+    """The dict of a space, its answers by name, and these in the study's form."""
 
     values: dict[str, Any]
     choices: dict[str, Any]
@@ -156,12 +156,12 @@ class Point:
 
     @functools.cached_property
     def key(self) -> str:
-        """The same text for equal values."""
+        """Text that is equal for equal values."""
         return point_key(self.values)
 
 
 def point_key(values: Mapping[str, Any]) -> str:
-    """Text that is the same for equal points, whatever the order of their names.
+    """Return a text that is the same for equal points, whatever the order of their names.
 
     Examples
     --------
@@ -182,7 +182,7 @@ def _plain(value: Any) -> Any:
 def make_point(
     space: SpaceFunction, choices: Choices, constraint: Callable[[Any], Any] | None = None
 ) -> Point:
-    """Ask a space for a point; raises `Refused` for one that cannot run."""
+    """Get one point of a space; raises `Refused` for one that cannot run."""
     with configured("the space", lambda: f", after it chose {choices.values}"):
         values = space(choices)
     if values is None:
@@ -207,7 +207,7 @@ def make_point(
 
 @contextlib.contextmanager
 def configured(what: str, where: Callable[[], str] = str) -> Iterator[None]:
-    """Turn the failure of a user's function into a `TuneError` that names the function."""
+    """Turn errors of a user's function into a `TuneError` that names the function."""
     try:
         yield
     except (Refused, TuneError):
@@ -220,7 +220,7 @@ def configured(what: str, where: Callable[[], str] = str) -> Iterator[None]:
 
 
 def source_of(function: Callable[..., Any]) -> str:
-    """Digest of a function's source; empty for a method or a partial, whose state has no text."""
+    """Return a digest of a function's source; empty for a method or partial, which has state."""
     if inspect.isfunction(function):
         with contextlib.suppress(OSError, TypeError):
             return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
@@ -248,7 +248,7 @@ def survey(
     limit: int = LIMIT,
     seed: int = 0,
 ) -> Survey:
-    """Enumerate a space, or draw `limit` points of a larger one; refuses an empty space."""
+    """Enumerate a space, or draw `limit` points of a larger one; raise on an empty space."""
     found = _walk(space, constraint, limit)
     if not found.is_complete:
         _draw(space, constraint, limit, seed, found)
@@ -265,7 +265,7 @@ def survey(
 
 
 def _walk(space: SpaceFunction, constraint: Callable[[Any], Any] | None, limit: int) -> Survey:
-    """Depth first: the last answer with a next candidate takes it, later answers restart.
+    """Enumerate depth first: increment the last answer with a next candidate, restart later ones.
 
     A refusal cuts off all questions after it.
     """
@@ -315,7 +315,7 @@ def _draw(
         try:
             point = make_point(space, choices, constraint)
         except Refused as reason:
-            if not found.points:  # counted by the message about an empty space
+            if not found.points:  # for the error message of an empty space
                 found.refused[str(reason)] += 1
             continue
         points.setdefault(point.key, point)

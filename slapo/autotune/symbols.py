@@ -1,4 +1,4 @@
-"""Configuration files, and the symbols of those written for the published package."""
+"""Configuration files, and the symbols of the published package's files."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from slapo.errors import with_nearest
 
 
 class Symbol:
-    """A value to find, with its candidates.
+    """A value to search for, with its candidates.
 
     Parameters
     ----------
     name
         Name of the value.
     vals
-        The candidates. The first one is the value until another is fixed.
+        Candidates. The first one is the value until one is fixed.
 
     Examples
     --------
@@ -49,7 +49,7 @@ class Symbol:
         return self._val
 
     def is_fixed(self) -> bool:
-        """True once the value is fixed."""
+        """Return True once the value is fixed."""
         return self._is_fixed
 
     def fix(self, val: Any) -> None:
@@ -68,7 +68,7 @@ class Space:
     Parameters
     ----------
     fixed
-        Name -> value of symbols that are fixed when they are created.
+        Name -> value of symbols to fix at creation.
 
     Examples
     --------
@@ -91,7 +91,7 @@ class Space:
         name
             Name of the value in a trial.
         vals
-            The candidates, which may depend on the values of earlier symbols.
+            Candidates, which may depend on the values of earlier symbols.
         """
         if name not in self._symbols:
             symbol = Symbol(name, vals)
@@ -101,15 +101,15 @@ class Space:
         return self._symbols[name]
 
     def is_fixed(self) -> bool:
-        """True once all symbols are fixed."""
+        """Return True once all symbols are fixed."""
         return self.next_open() is None
 
     def next_open(self) -> Symbol | None:
-        """The first symbol that is not fixed."""
+        """Return the first symbol that is not fixed, or None."""
         return next((s for s in self._symbols.values() if not s.is_fixed()), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Name -> value."""
+        """Return name -> value."""
         return {name: symbol.val for name, symbol in self._symbols.items()}
 
     def __getitem__(self, name: str) -> Symbol:
@@ -173,7 +173,7 @@ _FUNCTIONS = ("space", "get_bs_range", "update_space", "predict", "constraint", 
 
 @dataclass(frozen=True)
 class Config:
-    """The functions of a configuration file, as :func:`slapo.autotune.tune` takes them."""
+    """Functions of a configuration file, as arguments of :func:`slapo.autotune.tune`."""
 
     space: SpaceFunction
     predict: Callable[[dict[str, Any]], Any] | None
@@ -186,7 +186,7 @@ class Config:
 def load_config(path: str | Path, args: Any = None) -> Config:
     """Read a file with ``space(choose)``, or with the functions of the published package.
 
-    Those are ``get_bs_range(args)`` and ``update_space(args, space)``.
+    The latter are ``get_bs_range(args)`` and ``update_space(args, space)``.
     """
     module = _import(Path(path))
     found = {name: getattr(module, name, None) for name in _FUNCTIONS}

@@ -1,4 +1,4 @@
-"""One trial: its command line, its processes, and its outcome."""
+"""A single trial: its command line, its processes, and its outcome."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ NOT_RUN = ("refused", "does_not_fit", "skipped")
 
 #: Seconds between SIGTERM and SIGKILL, and until processes that survive SIGKILL are given up.
 _GRACE, _GIVE_UP = 5.0, 10.0
-#: Bytes of a log at which its middle is dropped, and bytes kept of its beginning and its end.
+#: Size in bytes at which the middle of a log is dropped, and bytes kept at both ends.
 _LOG_LIMIT, _KEPT = 64 * 2**20, 2**20
 _PLACE = re.compile(r"\{\{([A-Za-z_][\w.-]*)\}\}|\{([A-Za-z_][\w.-]*)\}")
 
 
 # --- command lines -------------------------------------------------------------------------------
 class Launcher:
-    """The command lines of points, from a program and its arguments or a function of the values.
+    """Command lines of points, from a program with arguments or a function of the values.
 
-    With `bare` an argument that is a name stands for its value, without braces.
+    With `bare` an argument that equals a name is replaced by its value, without braces.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Launcher:
             self._words = _with_program(self._words)
 
     def __call__(self, values: Mapping[str, Any]) -> list[str]:
-        """Return program and arguments of a point; raises `Refused` where a value is missing."""
+        """Return program and arguments of a point; raises `Refused` for a missing value."""
         if self._make is None:
             return [self._filled(word, values) for word in self._words]
         call = f"command({dict(values)})"
@@ -68,12 +68,12 @@ class Launcher:
         return _with_program([str(word) for word in made])
 
     def line(self, values: Mapping[str, Any]) -> str:
-        """Return the shell command of a point; empty for a point that has none."""
+        """Return the shell command of a point; empty for a point without one."""
         try:
             words = self(values)
-        except (Refused, TuneError):  # such as an imported trial
+        except (Refused, TuneError):  # an imported trial, for example
             return ""
-        # Compare the folders too: Pythons of two environments may be links to one file.
+        # Compare the folders too: the Pythons of two environments may be links to one file.
         found, used = Path(shutil.which("python") or "nowhere"), Path(sys.executable)
         if found.parent == used.parent and found.samefile(used):
             words = ["python" if word == sys.executable else word for word in words]
@@ -88,7 +88,7 @@ class Launcher:
         return shlex.join("python" if word == sys.executable else word for word in self._words)
 
     def check(self, points: Iterable[Mapping[str, Any]]) -> None:
-        """Refuse a placeholder that one of these points has no value for."""
+        """Refuse a placeholder without a value in one of these points."""
         try:
             for values in points:
                 _ = [self._filled(word, values) for word in self._words]
@@ -115,7 +115,7 @@ class Launcher:
 
 
 def _with_program(words: Sequence[str]) -> list[str]:
-    """Return the command with a first word that the system can run."""
+    """Return the command with an executable first word."""
     if not words:
         raise TuneError("there is no script to run; name one, and its arguments, after the options")
     first, *rest = words
@@ -125,7 +125,7 @@ def _with_program(words: Sequence[str]) -> list[str]:
         return [sys.executable, *rest]
     if shutil.which(first) is not None:
         return list(words)
-    # Such as torchrun, of an environment that is not activated.
+    # A program such as torchrun, in an environment that is not activated.
     beside = shutil.which(first, path=str(Path(sys.executable).parent))
     if beside is None:
         raise TuneError(
@@ -138,7 +138,7 @@ def _with_program(words: Sequence[str]) -> list[str]:
 # --- outcomes ------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes that the fullest device needs and has, samples per second, and why a point is refused.
+    """Required and available bytes of the fullest device, samples per second, and a refusal.
 
     `refused` is empty for a point that can run.
     """
@@ -156,7 +156,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial that ended, or a point that a search decided not to run.
+    """A finished trial, or a point that a search decided not to run.
 
     Attributes
     ----------
@@ -166,29 +166,29 @@ class Trial:
         Values of the point.
     outcome
         ``"ok"``, ``"out_of_memory"``, ``"crash"``, ``"timeout"``, ``"wrong_schedule"``,
-        ``"no_result"``, ``"garbage"``, ``"refused"``; ``"cut_off"`` if the tuner ended first; of a
-        point that did not run, ``"does_not_fit"`` or ``"skipped"``.
+        ``"no_result"``, ``"garbage"`` or ``"refused"``; ``"cut_off"`` if the tuner ended first;
+        ``"does_not_fit"`` or ``"skipped"`` if the point was not run.
     result
-        The figure that the search maximizes; None unless the outcome is ``"ok"``.
+        Figure that the search maximizes; None unless the outcome is ``"ok"``.
     choices
         Name -> value of each question of the space.
     reason
-        A line about any other outcome than ``"ok"``.
+        One-line reason for an outcome other than ``"ok"``.
     predicted
-        The prediction; None without one.
+        Prediction, or None.
     seconds
         Run time.
     log
         Path of the output.
     figures
-        Further figures of the trial.
+        Additional reported figures.
     parameters
         Parameters in the study.
     source
         Origin of the point: ``"prediction"``, ``"sampler"``, ``"neighbor"``, ``"unseen"``,
         ``"retry"``, ``"cut_off"`` or ``"import"``.
     started
-        True if the trial ran, also if it refused itself.
+        True if the trial ran, even if it refused itself.
 
     Examples
     --------
@@ -223,12 +223,12 @@ class Trial:
 
     @property
     def key(self) -> str:
-        """The same text for equal points."""
+        """Text that is equal for equal points."""
         return point_key(self.values)
 
 
 def judged(outcome: str, result: float | None = None, **more: Any) -> Trial:
-    """A trial that the search has to give its number and its point."""
+    """Return a trial; the search adds its number and point."""
     return Trial(0, {}, outcome, result, **more)
 
 
@@ -239,7 +239,7 @@ def run_command(
     timeout: float,
     metric: str = "throughput",
 ) -> Trial:
-    """Run a trial as a session of processes; none of them is left when this returns or raises."""
+    """Run a trial as a session of processes; all of them have ended when this returns or raises."""
     results = log.resolve().with_suffix(".results")
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -247,12 +247,12 @@ def run_command(
         results.unlink(missing_ok=True)
     except OSError as error:
         raise TuneError(f"the log {log} cannot be written: {error}; free it, or move it") from None
-    # Unbuffered, so that the last line of a log is that of the error, and not of an earlier print.
+    # Unbuffered, so that the last line of a log is the error, not an earlier print.
     environment = {"PYTHONUNBUFFERED": "1", **os.environ, RESULTS: str(results)}
     environment[VARIABLE] = json.dumps(dict(values))
     started, process, code = time.monotonic(), None, None
     try:
-        with log.open("ab") as file:  # appends, so that it can be shortened while it grows
+        with log.open("ab") as file:  # append mode, so that the log can be shortened while it grows
             process = subprocess.Popen(
                 command,
                 env=environment,
@@ -262,7 +262,7 @@ def run_command(
                 start_new_session=True,
             )
         code = _wait(process, log, started + timeout)
-    except (OSError, ValueError) as error:  # such as values that are too long
+    except (OSError, ValueError) as error:  # values that are too long, for example
         return judged("crash", reason=f"it could not be started: {error}")
     finally:
         seconds = time.monotonic() - started
@@ -285,7 +285,7 @@ def run_function(
     except (Exception, SystemExit) as error:
         kind, reason = kind_of(error)
         return judged(kind, reason=reason)
-    # Numbers of numpy, and tensors with one.
+    # numpy scalars, and tensors with one element
     return _value(value.item() if hasattr(value, "item") else value, metric, {})
 
 
@@ -304,7 +304,7 @@ def _outcome(code: int, entries: Sequence[Any], text: str, metric: str) -> Trial
         if speed:
             return judged("ok", speed)
     if errors:
-        # Other ranks fail because one did, and may be the first to say so.
+        # Other ranks fail as a consequence, and may report first.
         kind, reason = next((e for e in errors if e[0] != "crash"), errors[0])
         return judged(kind, reason=reason)
     if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
@@ -328,7 +328,7 @@ def _value(value: Any, metric: str, figures: dict[str, Any]) -> Trial:
 
 
 def _object(line: str) -> dict[str, Any]:
-    """The object of JSON in a line, which launchers begin with the rank; empty without one."""
+    """Return the JSON object in a line, which launchers prefix with the rank, or ``{}``."""
     begin = line.find('{"')
     if begin >= 0:
         with contextlib.suppress(ValueError, RecursionError):
@@ -337,8 +337,8 @@ def _object(line: str) -> dict[str, Any]:
 
 
 def _logged_speed(text: str) -> float:
-    """Samples per second as the training loops of the runtimes print them; 0 without any."""
-    for target in ("deepspeed", "megatron"):  # both read the lines of the loop for torch too
+    """Return samples per second from the training loops' logs; 0 without any."""
+    for target in ("deepspeed", "megatron"):  # both also parse the log of the torch loop
         with contextlib.suppress(ValueError, ArithmeticError):
             found = get_dialect_cls("log_parser", target).parse_log(text + "\n")
             speed = finite_number(found.samples_per_sec)
@@ -351,7 +351,7 @@ def _entries(results: Path) -> list[Any]:
     entries = []
     lines = results.read_text(errors="replace").splitlines() if results.exists() else []
     for line in lines:
-        with contextlib.suppress(ValueError):  # cut off with the process that wrote it
+        with contextlib.suppress(ValueError):  # cut off when its process was killed
             entries.append(json.loads(line))
     return entries
 
@@ -363,7 +363,7 @@ def end_leftovers(logs: Path) -> None:
 
 
 def _wait(process: subprocess.Popen[bytes], log: Path, deadline: float) -> int | None:
-    """Exit status of a process; None at the deadline."""
+    """Return the exit status of a process; None at the deadline."""
     while True:
         left = deadline - time.monotonic()
         try:
@@ -375,7 +375,7 @@ def _wait(process: subprocess.Popen[bytes], log: Path, deadline: float) -> int |
 
 
 def _shorten(log: Path) -> None:
-    """Drop the middle of a log that grows without bound."""
+    """Drop the middle of a log that is too long."""
     with contextlib.suppress(OSError):
         if log.stat().st_size > _LOG_LIMIT:
             end = _tail(log)
@@ -401,12 +401,12 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.01)
-    finally:  # also if a second Ctrl-C interrupts the grace
+    finally:  # even if a second Ctrl-C interrupts the grace period
         _kill(process, mark)
 
 
 def _kill(process: subprocess.Popen[bytes] | None, mark: str) -> None:
-    """Kill until no process is left, so that the memory of its GPU is free again."""
+    """Kill until no process is left, so that its GPU memory is free again."""
     pids: set[int] = set()
     deadline = time.monotonic() + _GIVE_UP
     while time.monotonic() < deadline:
@@ -427,16 +427,16 @@ def _send(process: subprocess.Popen[bytes] | None, number: int, pids: Iterable[i
 
 
 def _runs(pid: int) -> bool:
-    """Return whether a process has not ended; one that waits to be reaped has."""
+    """Return whether a process is running; zombies have ended."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False
 
 
 def _marked(mark: str) -> Iterator[int]:
-    """Processes of a trial by their environment, which they inherit; on Linux only.
+    """Yield the processes of a trial, found by their inherited environment; on Linux only.
 
-    torchrun gives each rank a session of its own, so that the group of the trial lacks them.
+    torchrun starts each rank in its own session, so the trial's process group lacks them.
     """
     text = f"{RESULTS}={mark}".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):

@@ -1,4 +1,4 @@
-"""The command line of the tuner; ``python -m slapo.autotune.tune`` runs it too."""
+"""Command line of the tuner; also ``python -m slapo.autotune.tune``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from slapo.autotune.symbols import Space, Symbol, load_config
 from slapo.autotune.trial import Launcher
 from slapo.errors import MissingPackageError
 
-#: The last three are names of the published package.
+#: Database, Space and Symbol are names of the published package.
 __all__ = ["Database", "Space", "Symbol", "main"]
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "slapo tune") -> int:
-    """Run the tuner; 0 if a trial gave a result, 1 if none, 2 for wrong usage, 130 interrupted."""
+    """Run the tuner; exit status 0 with a result, 1 without, 2 for wrong usage, 130 interrupted."""
     given = _parser(prog).parse_args(arguments)
     try:
         with _ended_by_signals():
@@ -116,9 +116,9 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 class _Callable(ModuleType):
-    """A module that can be called as the function :func:`slapo.autotune.tune`.
+    """Module that can be called as the function :func:`slapo.autotune.tune`.
 
-    Importing it binds it in its package under the name of the function.
+    Importing it replaces the package's attribute of the same name, the function.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

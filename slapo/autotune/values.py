@@ -1,4 +1,4 @@
-"""The functions that the script of a trial calls."""
+"""Functions for the script of a trial."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from slapo.errors import MissingPackageError, SlapoError
 
 #: Environment variable with the values of a trial.
 VARIABLE = "SLAPO_TRIAL"
-#: Environment variable with the path of a trial's result file: a line of JSON for each result and
-#: each error, in the order in which the processes of the trial write them.
+#: Environment variable with the path of a trial's result file: a JSON line per result and error, in
+#: the order written by the trial's processes.
 RESULTS = "SLAPO_RESULTS"
 _OUT_OF_MEMORY = (
     "out of memory",
@@ -35,13 +35,13 @@ _OUT_OF_MEMORY = (
 def trial_values(**defaults: Any) -> dict[str, Any]:
     """Read the values of the trial that this process runs.
 
-    In a trial it also sets ``sys.excepthook``, so that the tuner learns which error ended this
-    process. The hook that was there before runs too.
+    In a trial it also sets ``sys.excepthook``, so that the error which ends this process is
+    reported to the tuner. The previous hook runs too.
 
     Parameters
     ----------
     **defaults
-        Values of names that the trial does not set; all of them outside of a search.
+        Values of names that the trial does not set; outside a search all are used.
 
     Returns
     -------
@@ -68,7 +68,7 @@ def report_result(throughput: float, **figures: Any) -> None:
     throughput
         Samples per second; more is better.
     **figures
-        Further figures that the database keeps with it.
+        Additional figures for the database.
 
     Raises
     ------
@@ -94,7 +94,7 @@ def report_failure(kind: str, reason: str) -> None:
 
 
 def kind_of(error: BaseException) -> tuple[str, str]:
-    """Outcome of a trial that ended by an exception, and a line about it."""
+    """Return the outcome of a trial that ended by an exception, and a one-line reason."""
     if isinstance(error, Refused):
         return "refused", str(error)
     text = "".join(traceback.format_exception_only(error))
@@ -109,12 +109,12 @@ def kind_of(error: BaseException) -> tuple[str, str]:
 
 
 def is_out_of_memory(line: str) -> bool:
-    """Return whether an error message is about memory that ran out."""
+    """Return whether an error message reports exhausted memory."""
     return any(text in line.lower() for text in _OUT_OF_MEMORY)
 
 
 def finite_number(value: Any) -> float | None:
-    """The value as a float; None for anything but a finite number."""
+    """Return the value as a float, or None if it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     with contextlib.suppress(OverflowError):
@@ -123,7 +123,7 @@ def finite_number(value: Any) -> float | None:
 
 
 class _Hook:
-    """``sys.excepthook`` that writes the error to the result file first."""
+    """``sys.excepthook`` that first writes the error to the result file."""
 
     def __init__(self, previous: Any) -> None:
         self._previous = previous

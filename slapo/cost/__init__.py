@@ -1,4 +1,4 @@
-"""The cost of a schedule on a cluster: memory and time of a step that is not run."""
+"""Predicted cost of a schedule on a cluster: memory and time of a step without running it."""
 
 from slapo.cost.api import dryrun
 from slapo.cost.calibrate import calibrate

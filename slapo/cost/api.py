@@ -1,4 +1,4 @@
-"""``slapo.dryrun``: what a schedule costs on a cluster, without either."""
+"""``slapo.dryrun``: predict the cost of a schedule on a cluster without weights or GPUs."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ InputsFn = Callable[[int], Mapping[str, Any]]
 LossFn = Callable[[Any, Any], Tensor]
 T = TypeVar("T")
 
-#: Options of recipes that the dry run takes itself. Kernels count one by one (`compile`), and
-#: nothing is computed that a check could compare.
+#: Recipe options that the dry run handles itself. `compile` has no effect, as kernels are counted
+#: one by one. `check` has none, as fake tensors have no values to compare.
 _OWN = ("bf16", "fp16", "ckpt_ratio", "checkpoint_method", "compile", "check")
 
-#: Results of configs and recipes. Functions may return something else at the next call.
+#: Results for configs and recipes. Functions are not cached, as their result may change.
 _MODELS: dict[Hashable, ReducedModel] = {}
 _RUNS: dict[Hashable, Run] = {}
 _DRAFTS: dict[Hashable, Recipe] = {}
@@ -77,51 +77,50 @@ def dryrun(
 ) -> DryRun:
     """Predict memory and time of a training step, in seconds, on one process.
 
-    The model is made without memory, with few layers in place of many, scheduled as one rank of
-    its group would, and run forward and backward on tensors without numbers. From what each layer
-    then takes and keeps follow the stages, and the job. A figure of time is as good as the
-    machine's numbers: those of data sheets tell which layout is the faster, those of
-    :func:`slapo.cost.calibrate` how fast it is.
+    The model is built on meta with few layers, scheduled as one rank of its group, and run forward
+    and backward on fake tensors. The costs of each layer then give the costs of the stages and of
+    the job. Times are only as accurate as the machine's figures. Data sheets suffice to rank
+    layouts; absolute speed needs :func:`slapo.cost.calibrate`.
 
     Parameters
     ----------
     recipe
-        A key of :func:`slapo.model_schedule.apply_schedule`; or a function that schedules
-        ``f(sch)``, for which all layers are run.
+        A key of :func:`slapo.model_schedule.apply_schedule`, or a function ``f(sch)`` that
+        schedules; with a function all layers are run.
     model_config
         A config of Transformers, or a function without arguments that makes the model.
     mesh
-        Sizes ``{"pp": .., "dp": .., "tp": ..}``, those left out 1.
+        Sizes ``{"pp": .., "dp": .., "tp": ..}``; each defaults to 1.
     machine
         A name of ``slapo.cost.MACHINES``, or a :class:`slapo.cost.Machine`.
     batch
-        Samples of a replica in a step, as an engine's ``train_batch`` gets them.
+        Samples of a replica in a step, as passed to an engine's ``train_batch``.
     seq_len
-        Tokens of each.
+        Tokens of a sample.
     micro_batches
-        Into which they are cut.
+        Number of micro-batches in a step.
     schedule
-        Of a pipeline: ``"1f1b"`` or ``"gpipe"``.
+        Pipeline schedule: ``"1f1b"`` or ``"gpipe"``.
     target, data_parallel, zero
         The engine: ``"torch"`` with ``"ddp"`` or ``"fsdp"``, ``"deepspeed"`` with a stage of ZeRO,
         ``"megatron"``, with ``zero=1`` for its distributed optimizer.
     bucket
         DeepSpeed's ``reduce_bucket_size``, in elements.
     dtype
-        In which the model computes; by default as it is made. In half precision the optimizer has
-        float32 copies.
+        Dtype of the computation; by default that of the model. In half precision the optimizer
+        keeps float32 copies.
     optimizer
-        As for :func:`slapo.build`.
+        Function from parameters to an optimizer, as for :func:`slapo.build`.
     inputs
-        ``f(samples)``: what the model is called with, labels included, where that is neither
+        ``f(samples)`` that returns the model's inputs, labels included; needed if these are neither
         tokens nor images.
     loss_fn
         ``f(output, labels)``, as for engines; by default the loss that the model returns.
     pipeline_cuts
-        Numbers of the layers that end stages; by default stages of about the same work.
+        Indices of the layers that end stages; by default stages of about equal work.
     **options
-        Of the recipe, such as ``ckpt_ratio=0.5`` or ``sequence_parallel=True``; ``compile`` and
-        ``check`` make no difference here.
+        Options of the recipe, such as ``ckpt_ratio=0.5`` or ``sequence_parallel=True``; ``compile``
+        and ``check`` have no effect here.
 
     Returns
     -------
@@ -133,10 +132,10 @@ def dryrun(
     KeyError
         For an unknown recipe or machine.
     TypeError, ValueError
-        For sizes that make no layout, and for what the recipe refuses.
+        For sizes that form no layout, and options that the recipe refuses.
     SlapoError
-        Within a process group, if stages are asked for and layers do not run one after another, and
-        if the model or the optimizer asks for numbers.
+        Inside a process group; for stages of a model whose layers do not run one after another; and
+        if the model or the optimizer needs tensor values.
 
     Examples
     --------
@@ -193,14 +192,14 @@ def dryrun(
 
 def _cached(cache: dict[Hashable, T], size: int, key: Hashable, make: Callable[[], T]) -> T:
     value = cache.pop(key) if key in cache else make()
-    cache[key] = value  # the latest is the last
+    cache[key] = value  # moves the key to the end, since the oldest entries are dropped first
     while len(cache) > size:
         del cache[next(iter(cache))]
     return value
 
 
 class _DryRunSession:
-    """The runs of one call of :func:`slapo.dryrun`, run when they are needed."""
+    """Runs of one :func:`slapo.dryrun` call, made when first needed."""
 
     def __init__(
         self,
@@ -234,14 +233,14 @@ class _DryRunSession:
         is_cached = self._is_recipe and self._key is not None and inputs is None and loss_fn is None
         self._runs: dict[Hashable, Run] = _RUNS if is_cached else {}
         self._smalls: dict[Hashable, ReducedModel] = {}
-        #: True if few layers stand in for all.
+        #: True if few layers represent all.
         self._few = isinstance(recipe, str)
         #: Names of tied parameters within one stage.
         self._together: frozenset[frozenset[str]] = frozenset()
 
     @property
     def small(self) -> ReducedModel:
-        """The model, with parameters untied that stages share."""
+        """The model; parameters shared between stages are untied."""
         wanted = self._few, self._together
         if wanted not in self._smalls:
             key = self._key, self._dtype, self._few, torch.get_default_dtype()
@@ -257,7 +256,6 @@ class _DryRunSession:
         return shrink(model, self._few)
 
     def stages(self, cuts: Sequence[int] | None) -> list[StageParts]:
-        """Divide the whole model into stages."""
         runs = self._all_runs()  # may run all layers, which changes the small model
         ends = self._ends(cuts, next(iter(runs.values())).regular)
         parts = divide(self.small, runs, self._recomputed(), ends)
@@ -267,7 +265,6 @@ class _DryRunSession:
         return parts
 
     def inputs(self, samples: int) -> Mapping[str, Any]:
-        """Create inputs of so many samples."""
         if self._inputs is None:
             check_length(self.small.model, self.layout.length)
             return training_inputs(self.small.model, samples, self.layout.length)
@@ -289,13 +286,14 @@ class _DryRunSession:
         return given
 
     def flops(self, parts: Sequence[StageParts]) -> float:
-        """Count operations of a micro-batch's products, without recomputation.
+        """Count the FLOPs of a micro-batch's matrix products, without recomputation.
 
-        Tensor-parallel ranks may repeat work, so these count the model of a single rank.
+        Tensor-parallel ranks may repeat work, so the count uses the model of a single rank.
         """
         samples = 1
         if self.layout.tp > 1:
-            # Products grow with the samples: all sizes of a micro-batch share the run of one.
+            # FLOPs are proportional to samples, so all micro-batch sizes share the run of one
+            # sample.
             samples = self.layout.micro
             layout = replace(self.layout, pp=1, tp=1, micro_batches=1, batch=1)
             options = {n: v for n, v in self.options.items() if n != "sequence_parallel"}
@@ -304,13 +302,12 @@ class _DryRunSession:
         flops = 0.0
         for step in (step for each in parts for step in each.steps):
             forward, backward = step.forward.flops, step.backward(first=False).flops
-            # The backward is twice the forward, or less for frozen parameters.
+            # The backward has twice the forward's FLOPs, or less for frozen parameters.
             flops += forward + min(backward, 2.0 * forward)
         return flops * samples
 
     # --- runs ------------------------------------------------------------------------------------
     def _recomputed(self) -> set[str]:
-        """Return the paths of the layers that recompute activations."""
         ratio, paths = self._own.ckpt_ratio, list(self.small.costs)
         return set(chosen(paths, ratio, self._own.checkpoint_method)) if ratio and paths else set()
 
@@ -327,7 +324,7 @@ class _DryRunSession:
             found[True] = self._run(1.0)
         if all(run.regular for run in found.values()):
             return found
-        self._few = False  # no layer stands in for others
+        self._few = False  # no layer can represent others
         return self._all_runs()
 
     def _run(self, ratio: float) -> Run:
@@ -338,7 +335,7 @@ class _DryRunSession:
             (machine.rounding, machine.is_asynchronous),
             maker_of(self.recipe) if isinstance(self.recipe, str) else None,
             repr(sorted(self.options.items())),
-            # Switches of the process change what a model runs.
+            # Global switches of torch change which kernels a model runs.
             torch.get_default_dtype(),
             *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
             cuda.flash_sdp_enabled(),
@@ -365,12 +362,12 @@ class _DryRunSession:
             self.recipe(sch)
             return sch
         options = {**self.options, **({"ckpt_ratio": ratio} if ratio else {})}
-        # The placement check takes longer than all else here.
+        # The placement check would take longer than the dry run.
         options.update({"check": False} if self._is_recipe else {})
         return apply_schedule(model, drafted or self.recipe, **options)
 
     def _drafted(self) -> Recipe | None:
-        """A draft where the recipe is one: it is derived of numbers, which the runs do not have."""
+        """Return a draft if the recipe needs one; deriving it takes values, which the runs lack."""
         family = family_recipe(getattr(self.small.model, "config", None))
         is_draft = self.recipe == DRAFT or (self.recipe == AUTO and family is None)
         if not is_draft or self.layout.tp == 1:
@@ -389,12 +386,12 @@ class _DryRunSession:
         given = dict(inputs)
         labels = given.pop("labels", None)
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-            given.setdefault("decoder_input_ids", labels)  # the model makes them of labels itself
+            given.setdefault("decoder_input_ids", labels)  # the model makes them from labels itself
         return self._loss_fn(model(**given), labels)
 
     # --- stages ----------------------------------------------------------------------------------
     def _ends(self, cuts: Sequence[int] | None, regular: bool) -> list[int]:
-        """Return the numbers of the layers that end a stage."""
+        """Return the indices of the layers that end a stage."""
         pp, small = self.layout.pp, self.small
         if pp == 1:
             if cuts is not None:
@@ -423,7 +420,7 @@ class _DryRunSession:
 
 
 def _key_of(config: Any) -> Any:
-    """Return all that a config holds, also what its JSON leaves out; None for a function."""
+    """Return all entries of a config, even those omitted from its JSON; None for a function."""
     if not hasattr(config, "model_type"):
         return None
     entries = sorted(vars(config).items(), key=lambda entry: entry[0])
@@ -432,7 +429,7 @@ def _key_of(config: Any) -> Any:
 
 
 def _dtype_of(dtype: torch.dtype | None, own: Options) -> torch.dtype | None:
-    """Return the dtype that the caller or an option of the recipe asks for."""
+    """Return the dtype from the argument or from an option of the recipe."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(
             f"dtype is {dtype!r}; pass a torch.dtype of floating point, such as torch.bfloat16"

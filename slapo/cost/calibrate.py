@@ -1,4 +1,4 @@
-"""A machine's numbers, measured on this one."""
+"""Machine figures measured on this machine."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from slapo.cost.machine import MACHINES, SLOW, Machine
 from slapo.cost.meter import Meter
 from slapo.sharding.collectives import all_gather_single, reduce_scatter_single
 
-#: More than a processor's caches hold: operands of a step usually come from memory.
+#: More than the processor caches hold, since operands of a step usually come from memory.
 _COLD_BYTES = 96 * 2**20
 _SIDES = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 def calibrate(say: Callable[[str], None] = lambda text: None, seconds: float = 20.0) -> Machine:
-    """Measure this processor, with as many threads as torch uses, in about twenty seconds.
+    """Measure this CPU with torch's current number of threads, in about twenty seconds.
 
-    In a process group all ranks call this together, and it measures links too.
+    In a process group all ranks call this together, and links are measured too.
 
     Parameters
     ----------
     say
-        Called with a line of text after each part.
+        Function called with a line of text after each part.
     seconds
         Approximate duration.
 
     Returns
     -------
     Machine
-        ``"here"``, with the memory of this machine.
+        Machine ``"here"``, with this machine's memory.
 
     Examples
     --------
@@ -85,10 +85,10 @@ def calibrate(say: Callable[[str], None] = lambda text: None, seconds: float = 2
 
 
 class _Clock:
-    """Seconds of one call.
+    """Timer of one call, in seconds.
 
-    One thread counts processor time, which other processes on the machine do not change. For
-    several threads that is the sum over threads, so they count wall time.
+    One thread is timed by CPU time, which other processes do not disturb. For several threads CPU
+    time is a sum over threads, so wall time is used.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -107,7 +107,7 @@ class _Clock:
         return statistics.median(times)
 
     def cold(self, run: Callable[..., Any], make: Callable[[], list[Tensor]]) -> float:
-        """Seconds of ``run(*make())`` with operands that have left the caches."""
+        """Return the seconds of ``run(*make())`` with operands that have left the caches."""
         first = make()
         count = _COLD_BYTES // sum(tensor.nbytes for tensor in first)
         ring = cycle([first, *(make() for _ in range(max(1, min(255, count - 1))))])
@@ -119,14 +119,14 @@ def _operands(count: int, *shape: int) -> Callable[[], list[Tensor]]:
 
 
 def _product_speed(clock: _Clock, n: int) -> float:
-    """Operations per second of a product, without the overhead that any operator has."""
+    """Return the FLOP/s of a matrix product, without the overhead of an operator."""
     tiny = torch.randn(2, 2)
     floor = clock(lambda: tiny @ tiny) if n <= 128 else 0.0
     return 2 * n**3 / max(clock.cold(torch.mm, _operands(2, n, n)) - floor, 1e-9)
 
 
 def _attention(clock: _Clock) -> dict[str, float]:
-    """Operations per second of torch's fused attention, both ways."""
+    """Return the FLOP/s of torch's fused attention, forward and backward."""
     batch, heads, length, width = 4, 4, 128, 64
     attend = F.scaled_dot_product_attention
 
@@ -140,13 +140,13 @@ def _attention(clock: _Clock) -> dict[str, float]:
 
 
 def _bandwidth(clock: _Clock) -> float:
-    """Bytes per second of an addition of tensors as large as activations."""
+    """Return the bytes per second of adding tensors as large as activations."""
     sizes = (1 << 17, 1 << 19, 1 << 21)
     return statistics.median(12 * n / clock.cold(torch.add, _operands(2, n)) for n in sizes)
 
 
 def _functions(clock: _Clock) -> dict[str, float]:
-    """Seconds for each element by operator, for all of :data:`slapo.cost.machine.SLOW`."""
+    """Return the seconds per element of all operators in :data:`slapo.cost.machine.SLOW`."""
     shape, ops = (512, 1024), torch.ops.aten
     other, chance = torch.randn(shape), torch.empty(shape)
     keep = other > 0
@@ -167,7 +167,7 @@ def _functions(clock: _Clock) -> dict[str, float]:
 
 
 def _overhead(clock: _Clock, bandwidth: float) -> float:
-    """Seconds of modules, autograd and dispatcher for each kernel of a step on tiny tensors."""
+    """Return the framework seconds per kernel, from training steps on tiny tensors."""
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     optimizer = torch.optim.AdamW(layer.parameters(), foreach=False)
     x = torch.randn(1, 4, 16)
@@ -185,11 +185,11 @@ def _overhead(clock: _Clock, bandwidth: float) -> float:
 
 
 def _links() -> tuple[float, dict[str, float]]:
-    """Latency in seconds, and bytes per second of collectives between products, in wall time.
+    """Return latency in seconds, and bytes per second of collectives between products.
 
-    The products make a rank wait for others as it does in a step. Waits count by their mean: where
-    processes share cores, most are short and some as long as a time slice. Gloo has no ring for
-    each of them: its reduce-scatter takes longer than its all-reduce.
+    The products make ranks wait for each other as in a step. Waits count by their mean: with shared
+    cores most are short, and some take a time slice. Collectives are timed separately: gloo has no
+    ring for each, and its reduce-scatter is slower than its all-reduce.
     """
     square, small, large = torch.randn(512, 512), 1 << 8, 1 << 20
     ranks = dist.get_world_size()
@@ -203,7 +203,7 @@ def _links() -> tuple[float, dict[str, float]]:
         "all_gather": lambda: all_gather_single(whole, part),
     }
     waits = dict.fromkeys(runs, 0.0)
-    for turns in (2, 8):  # the first warm up
+    for turns in (2, 8):  # the first two rounds warm up
         for name, run in runs.items():
             total = 0.0
             for _ in range(turns):
@@ -219,7 +219,7 @@ def _links() -> tuple[float, dict[str, float]]:
     for name in named:
         rounds = 2 if name == "all_reduce" else 1
         moved = rounds * whole.nbytes * (ranks - 1) / ranks
-        # Noise can make a link look infinitely fast; memory bounds it.
+        # Noise can make a link look infinitely fast, so memory bandwidth bounds it.
         took = max(waits[name] - waits["latency"], moved / MACHINES["cpu"].bandwidth)
         widths.append(moved / took)
     figures = torch.tensor([latency, *widths])

@@ -1,4 +1,4 @@
-"""The command ``slapo dryrun``."""
+"""Commands ``slapo dryrun`` and ``slapo suggest``."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the status is 0, 1 where it does not fit, 2 for wrong usage."""
+    """Run ``slapo dryrun``; exit status 0, 1 if the job does not fit, 2 for wrong usage."""
     given = _parser().parse_args(arguments)
     try:
         found = _run(given)
         print(json.dumps(found.data(), indent=2) if given.json else found)
         if given.plot:
             found.plot(given.plot)
-    except Exception as error:  # a status of 1 would say that it does not fit
+    except Exception as error:  # status 1 means that the job does not fit
         return _said("dryrun", error)
     return 0 if found.fits else 1
 
@@ -50,7 +50,7 @@ def _said(command: str, error: Exception) -> int:
 
 
 def suggest_main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``slapo suggest``; the status is 0, 1 where nothing fits, 2 for wrong usage."""
+    """Run ``slapo suggest``; exit status 0, 1 if no layout fits, 2 for wrong usage."""
     parser = argparse.ArgumentParser(
         prog="slapo suggest",
         description="The layouts of a model on so many GPUs, by predicted tokens per second, and "
@@ -117,7 +117,7 @@ def _run(given: argparse.Namespace) -> DryRun:
 
 
 def _machine(name: str) -> Machine:
-    """Look up a machine, calibrate this one, or build one of four numbers."""
+    """Look up a machine, calibrate this one, or build one from four numbers."""
     if name == "here":
         return calibrate(lambda text: print(f"calibrating: {text}", file=sys.stderr, flush=True))
     if "," not in name:
@@ -133,7 +133,7 @@ def _machine(name: str) -> Machine:
 
 
 def config_of(path: str) -> Any:
-    """The config of Transformers in a file or a folder."""
+    """Load the Transformers config of a file or a folder."""
     try:
         from transformers import AutoConfig
     except ImportError as error:
@@ -142,7 +142,7 @@ def config_of(path: str) -> Any:
         raise ValueError(f"there is no file {path}; give a config.json of Transformers")
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # what a wrong entry raises depends on the family
+    except Exception as error:  # the exception type for a wrong entry depends on the family
         raise ValueError(f"{path} is not a config of Transformers: {error}") from None
 
 

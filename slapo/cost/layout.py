@@ -1,4 +1,4 @@
-"""How a job is laid out over ranks."""
+"""Layout of a job over ranks."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ DATA_PARALLEL = ("ddp", "fsdp")
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks, and what runs on them.
+    """Ranks of a job, and the engine that runs on them.
 
     Parameters
     ----------
     pp, dp, tp
-        Stages, replicas, and ranks that tensors are split over; tp neighbors are next to each
-        other, as in :func:`slapo.init_mesh`.
+        Numbers of stages, of replicas and of tensor-parallel ranks. Tensor-parallel ranks are
+        adjacent, as in :func:`slapo.init_mesh`.
     batch
         Samples of a replica in a step.
     length
         Tokens of a sample.
     micro_batches
-        Into which a step's samples are cut.
+        Number of micro-batches in a step.
     schedule
-        Of a pipeline: ``"1f1b"`` or ``"gpipe"``.
+        Pipeline schedule: ``"1f1b"`` or ``"gpipe"``.
     target
-        The engine.
+        Engine: ``"torch"``, ``"deepspeed"`` or ``"megatron"``.
     data_parallel
-        On torch: ``"ddp"`` or ``"fsdp"``.
+        Data parallelism of the torch engine: ``"ddp"`` or ``"fsdp"``.
     zero
-        On DeepSpeed: the stage of ZeRO. On Megatron 1 is its distributed optimizer.
+        ZeRO stage of DeepSpeed. For Megatron 1 is its distributed optimizer.
     bucket
-        Elements of DeepSpeed's buffer of gradients, its ``reduce_bucket_size``.
+        Elements of DeepSpeed's gradient buffer, its ``reduce_bucket_size``.
     """
 
     pp: int = 1
@@ -55,7 +55,8 @@ class Layout:
     def __post_init__(self) -> None:
         for name in ("pp", "dp", "tp", "batch", "length", "micro_batches", "bucket"):
             value = getattr(self, name)
-            require_count("seq_len" if name == "length" else name, value)  # as callers say
+            # name of the callers' argument
+            require_count("seq_len" if name == "length" else name, value)
         if self.batch % self.micro_batches:
             raise ValueError(
                 f"batch={self.batch} samples make no {self.micro_batches} equal micro-batches; "
@@ -90,12 +91,12 @@ class Layout:
 
     @property
     def micro(self) -> int:
-        """Samples of a micro-batch."""
+        """Number of samples of a micro-batch."""
         return self.batch // self.micro_batches
 
 
 def sizes_of(mesh: Any) -> dict[str, int]:
-    """Return pp, dp and tp of a mapping, or of a mesh of :func:`slapo.init_mesh`."""
+    """Return pp, dp and tp from a mapping, or from a mesh of :func:`slapo.init_mesh`."""
     mesh = {} if mesh is None else mesh
     if not isinstance(mesh, Mapping) and hasattr(mesh, "mesh_dim_names"):
         mesh = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))

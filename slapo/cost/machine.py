@@ -1,4 +1,4 @@
-"""Machines as a few numbers, and the time that kernels and collectives take on them."""
+"""Machines as a few figures, and the time of kernels and collectives on them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from slapo.cost.meter import Collective, Kernel
 from slapo.errors import with_nearest
 
 GB, TERA = 1e9, 1e12
-#: The share of a device's memory that a step may fill: allocators leave gaps.
+#: Fraction of a device's memory that a step may fill, as allocators leave gaps.
 USABLE = 0.92
 
-#: Functions that a processor computes slower than it moves their operands.
+#: Functions that a CPU computes more slowly than it moves their operands.
 _SLOW_NAMES = (
     "exp tanh gelu gelu_backward _softmax _safe_softmax _log_softmax native_dropout bernoulli_ "
     "cos sin erf where"
@@ -27,46 +27,45 @@ SLOW = frozenset(_SLOW_NAMES.split())
 
 @dataclass(frozen=True)
 class Machine:
-    """A node of equal devices, and how nodes are linked.
+    """A node of equal devices, and the links between nodes.
 
-    Four numbers make one: ``Machine("mine", memory, flops, bandwidth, inside)``.
+    Four figures are enough: ``Machine("mine", memory, flops, bandwidth, inside)``.
 
     Parameters
     ----------
     name
-        To be shown.
+        Name in outputs.
     memory
-        Bytes of a device.
+        Memory of a device, in bytes.
     flops
-        Floating-point operations of dense products per second, for each dtype or for all.
+        FLOP/s of dense matrix products, for each dtype or for all.
     bandwidth
         Bytes per second between a device and its memory.
     inside
-        Bytes per second and direction between two devices of a node.
+        Bytes per second between two devices of a node, in each direction.
     devices
-        Of a node.
+        Number of devices of a node.
     between
-        Bytes per second that each device has to other nodes; by default an eighth of `inside`.
+        Bytes per second between each device and other nodes; by default an eighth of `inside`.
     reached_flops, reached_bandwidth
-        The share of these figures that kernels reach. Where `is_measured`, the figures are what was
-        reached.
+        Fraction of these figures that kernels reach. If `is_measured`, the figures are already the
+        reached ones.
     overhead
-        Seconds of the host for each kernel, which hide behind the device's work if
-        `is_asynchronous`.
+        Host seconds per kernel, which overlap with the device's work if `is_asynchronous`.
     half_at
-        Operations of a product that runs at half of the speed of a large one.
+        FLOPs of a product that runs at half the speed of a large one.
     curve
-        Measured: (operations of a product, operations per second), rising.
+        Measured: pairs of FLOPs of a product and FLOP/s, in ascending order.
     slow
-        Measured: function -> seconds for each element; of one that is not listed under ``""``.
+        Measured: function -> seconds per element; ``""`` is the entry for others.
     speeds
-        Measured: operator -> operations per second, where it is not a plain product.
+        Measured: operator -> FLOP/s, for operators other than plain products.
     latency
-        Seconds of a message, within a node and between nodes.
+        Seconds per message, within a node and between nodes.
     links
-        Measured: collective -> bytes per second, where it is not `inside`.
+        Measured: collective -> bytes per second, where it differs from `inside`.
     is_measured
-        Whether the figures were measured, rather than read in a data sheet.
+        True for measured figures, False for those of a data sheet.
 
     Examples
     --------
@@ -125,18 +124,18 @@ class Machine:
 
     @property
     def rounding(self) -> int:
-        """Bytes that each storage takes a multiple of."""
+        """Allocation granularity: each storage takes a multiple of this many bytes."""
         return 512 if self.is_asynchronous else 1
 
     def peak_flops(self, dtype: torch.dtype) -> float:
-        """Operations per second; those of the slowest dtype for one that is not listed."""
+        """Return the FLOP/s of a dtype; an unlisted dtype gets that of the slowest."""
         if not isinstance(self.flops, Mapping):
             return self.flops
         return self.flops.get(dtype, min(self.flops.values()))
 
     # --- kernels ---------------------------------------------------------------------------------
     def seconds(self, kernel: Kernel) -> float:
-        """Seconds of one kernel: the larger of its arithmetic and its traffic."""
+        """Return the seconds of one kernel: the larger of arithmetic and memory traffic."""
         work = 0.0
         if kernel.flops:
             work = kernel.flops / self._speed(kernel)
@@ -158,12 +157,12 @@ class Machine:
         return peak * kernel.flops / (kernel.flops + self.half_at)
 
     def time_of(self, kernels: Iterable[Kernel]) -> float:
-        """Seconds of kernels that run one after another."""
+        """Return the seconds of kernels that run one after another."""
         return sum(map(self.seconds, kernels))
 
     # --- links -----------------------------------------------------------------------------------
     def collective(self, name: str, size: float, ranks: int, stride: int = 1) -> float:
-        """Seconds of a collective, by the faster of a ring and a tree.
+        """Return the seconds of a collective, by the faster of a ring and a tree.
 
         Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations
         in MPICH": a start for each message, and time for each byte.
@@ -171,13 +170,13 @@ class Machine:
         Parameters
         ----------
         name
-            Its name, such as ``"all_reduce"``.
+            Name of the collective, such as ``"all_reduce"``.
         size
-            Bytes of the whole tensor.
+            Bytes of the full tensor.
         ranks
             Size of the group.
         stride
-            Distance of its ranks: 1 for neighbors.
+            Distance between consecutive ranks: 1 for neighbors.
 
         Examples
         --------
@@ -194,7 +193,7 @@ class Machine:
         within = max(1, min(ranks, self.devices // stride if stride < self.devices else 1))
         nodes = math.ceil(ranks / within)
         rounds = 2 if "reduce" in name and "scatter" not in name else 1
-        # The devices of a node use their links to other nodes together.
+        # The devices of a node share their links to other nodes.
         width = self.inside if nodes == 1 else min(self.inside, self.between * within)
         width = self.links.get(name, width)
         hop = self.latency[nodes > 1]
@@ -204,11 +203,11 @@ class Machine:
         return min(ring, tree)
 
     def message(self, size: float, far: bool) -> float:
-        """Seconds of so many bytes to one other device, which is `far` in another node."""
+        """Return the seconds of a message of `size` bytes; `far` is True for another node."""
         return self.latency[far] + size / (self.between if far else self.inside)
 
     def communication(self, collectives: Iterable[Collective]) -> float:
-        """Seconds of collectives among neighbors, as tensor parallelism has."""
+        """Return the seconds of collectives among adjacent ranks, as in tensor parallelism."""
         return sum(self.collective(c.name, c.size, c.ranks) for c in collectives)
 
 
@@ -230,9 +229,9 @@ def _gpu(
     return Machine(name, memory * 2**30, flops, wide, links[0], between=links[1])
 
 
-#: By name. Dense peaks, memory bandwidth and links of the makers' data sheets; of links what
-#: all-reduces reach: 120 GB/s on six NVLinks of a V100, 230 on an A100's twelve, 360 on an H100's
-#: and an H200's, and the same share of a B200's.
+#: Machines by name. Dense peaks, memory bandwidth and links are from the makers' data sheets. Links
+#: are what all-reduces reach: 120 GB/s on six NVLinks of a V100, 230 on an A100's twelve, 360 on an
+#: H100's and an H200's, and the same fraction of a B200's.
 MACHINES: dict[str, Machine] = {
     machine.name: machine
     for machine in (
@@ -264,7 +263,7 @@ MACHINES: dict[str, Machine] = {
 
 
 def machine_of(given: str | Machine) -> Machine:
-    """Look up a machine by its name; a machine is returned as it is."""
+    """Look up a machine by name; a Machine is returned unchanged."""
     if isinstance(given, Machine):
         return given
     if not isinstance(given, str) or given not in MACHINES:

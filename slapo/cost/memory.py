@@ -1,4 +1,4 @@
-"""Bytes of a rank: those that its engine keeps, and all others moment by moment in a step."""
+"""Memory of a rank: fixed bytes of its engine, and the peak of all others during a step."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from slapo.cost.stages import StageParts, Step
 from slapo.cost.update import Update
 
 SINGLE = 4
-#: Bytes of the buffers in which gradients of stages are reduced, and how many exist at a time.
+#: Bytes of the gradient-reduction buffers of stages: two of 25 MiB each exist at a time.
 _BUCKETS = 2 * 25 * 2**20
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a rank at the worst moment of a step, in parts.
+    """Peak bytes of a rank in a step, in parts.
 
     Parameters
     ----------
     parameters
         Parameters and buffers of the model.
     gradients
-        All gradients, after the backward.
+        All gradients after the backward pass.
     optimizer
-        States of the optimizer, float32 copies of parameters among them.
+        Optimizer states, including float32 copies of parameters.
     activations
-        Tensors kept from forward to backward, of all micro-batches in flight.
+        Tensors kept from forward to backward, for all micro-batches in flight.
     buffers
-        Buffers of the engine: messages between stages, buckets of gradients, a step's inputs.
+        Engine buffers: messages between stages, gradient buckets, a step's inputs.
     working
-        Further bytes of the worst moment. Gradients and activations do not peak at the same time,
-        so the parts may add up to more than the peak.
+        Other bytes at the peak. Gradients and activations peak at different times, so the parts may
+        add up to more than the peak.
     peak
-        All bytes at that moment.
+        All bytes at the peak.
     """
 
     parameters: int
@@ -51,7 +51,7 @@ class Memory:
 
 
 def order(schedule: str, stage: int, stages: int, count: int) -> Iterator[tuple[str, int]]:
-    """Yield forwards and backwards of a stage: ``("F", micro-batch)`` and ``("B", micro-batch)``.
+    """Yield the passes of a stage in order: ``("F", micro-batch)`` or ``("B", micro-batch)``.
 
     Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM", for 1F1B; Huang et al. 2019, "GPipe".
@@ -69,7 +69,7 @@ def order(schedule: str, stage: int, stages: int, count: int) -> Iterator[tuple[
 def memory_of(
     parts: StageParts, stage: int, layout: Layout, run: Run, update: Update, dtype: torch.dtype
 ) -> Memory:
-    """Walk through a step of a stage; `run` has the sizes of the model's buffers and inputs."""
+    """Simulate a step of a stage; `run` has the sizes of the model's buffers and inputs."""
     state = _state_of(parts, layout, update, dtype)
     count = layout.micro_batches
     received = parts.received.crossing if parts.received else 0
@@ -93,14 +93,14 @@ def memory_of(
 
 
 def _run(parts: StageParts, state: _State, layout: Layout, stage: int) -> tuple[int, int]:
-    """Return the peak of activations, and the peak of all that comes and goes."""
-    # Between the first micro-batches of 1F1B and the last all are alike: a few stand for them.
+    """Return the peak of activations, and the peak of all bytes that vary during a step."""
+    # In 1F1B the middle micro-batches are alike, so a few represent them all.
     is_short = layout.schedule != "gpipe"
     count = min(layout.micro_batches, layout.pp + 2) if is_short else layout.micro_batches
     received = parts.received.gradient if parts.received else 0
     sent = parts.sent.gradient if parts.sent else 0
     alive = gradients = extra = most = peak = 0
-    # Tensors that one stage makes and another frees, such as the output, go with the micro-batch.
+    # Tensors that one stage allocates and another frees, such as outputs, end with the micro-batch.
     left = sent - received
     left += sum(step.forward.delta + step.backward(first=False).delta for step in parts.steps)
     for kind, number in order(layout.schedule, stage, layout.pp, count):
@@ -128,7 +128,7 @@ def _run(parts: StageParts, state: _State, layout: Layout, stage: int) -> tuple[
 
 
 def _kept(step: Step, state: _State, number: int, count: int) -> int:
-    """Return the difference of the gradients that stay of a segment and those that it makes."""
+    """Return the bytes of gradients that stay of a segment minus those its backward allocates."""
     assert state.kept is not None
     owned = [h for h in step.owned if h.is_trained]
     size, elements = sum(h.size for h in owned), sum(h.elements for h in owned)
@@ -143,33 +143,33 @@ def _kept(step: Step, state: _State, number: int, count: int) -> int:
 class _State:
     """Bytes of a rank that do not come from running the model."""
 
-    #: As the engine keeps them, the last at the optimizer's step.
+    #: Bytes kept by the engine; gradients as at the optimizer step.
     parameters: int
     gradients: int
     optimizer: int
-    #: Of the engine, for the whole of a step.
+    #: Engine buffers that exist throughout a step.
     buffers: int = 0
-    #: Only in forward and backward, not at the optimizer's step.
+    #: Bytes during forward and backward only, not at the optimizer step.
     around: int = 0
-    #: A buffer from the first gradient on.
+    #: Buffer that exists from the first gradient on.
     reducing: int = 0
-    #: Reducing gradients after the backward.
+    #: Bytes for reducing gradients after the backward pass.
     reduced: int = 0
-    #: The optimizer's step.
+    #: Working bytes of the optimizer step.
     working: int = 0
-    #: Parameters that are whole only while a layer runs, by place.
+    #: Parameters gathered only while a layer runs, by place.
     gathered: dict[Place, int] = field(default_factory=dict)
-    #: Gradients of a segment that stay, of those that its backward makes: bytes, elements, and
-    #: whether it is the last micro-batch -> bytes. Without it all stay.
+    #: Gradients of a segment that stay: (bytes, elements, is last micro-batch) -> bytes. None keeps
+    #: all that its backward makes.
     kept: Callable[[int, int, bool], int] | None = None
 
     def whole(self, step: Step, kind: str) -> int:
-        """Return bytes of whole parameters while a segment runs; in a backward, also the next's."""
+        """Return the gathered bytes while a segment runs; a backward also prefetches the next's."""
         return self.gathered.get(step.place, 0) * (2 if kind == "B" else 1)
 
 
 def _state_of(parts: StageParts, layout: Layout, update: Update, dtype: torch.dtype) -> _State:
-    """Compute the state of a stage's parameters on one rank."""
+    """Return the engine's bytes for a stage on one rank."""
     # In half precision, optimizers have float32 copies.
     is_half = dtype in (torch.float16, torch.bfloat16)
     held = list(parts.held.values())
@@ -187,7 +187,7 @@ def _trained(held: list[HeldParameter]) -> list[int]:
 
 
 def _replicated(held: list[HeldParameter], layout: Layout, update: Update) -> _State:
-    """Whole on every rank; DDP has buckets beside the gradients."""
+    """Replicated parameters; DDP keeps buckets in addition to the gradients."""
     elements = _trained(held)
     gradients = sum(each.size for each in held if each.is_trained)
     state = _State(
@@ -204,9 +204,9 @@ def _replicated(held: list[HeldParameter], layout: Layout, update: Update) -> _S
 
 
 def _sharded(parts: StageParts, layout: Layout, update: Update) -> _State:
-    """FSDP2, which also keeps the float32 copies where a model computes in half precision.
+    """FSDP2, which also keeps the float32 copies for half precision.
 
-    Parameters outside of layers stay gathered from the first forward to the last backward. In a
+    Parameters outside layers stay gathered from the first forward to the last backward. In a
     pipeline those of layers do too.
     """
     held = list(parts.held.values())
@@ -215,7 +215,7 @@ def _sharded(parts: StageParts, layout: Layout, update: Update) -> _State:
     gathered = Counter[Place]()
     for name, place in parts.layer_of.items():
         gathered[place] += parts.held[name].size
-    # Several layers of the whole model may share a place.
+    # Several layers of the full model may share a place.
     layers = Counter(step.place for step in parts.steps)
     one_layer = {place: size // max(layers[place], 1) for place, size in gathered.items()}
     outside = sum(each.size for name, each in parts.held.items() if name not in parts.layer_of)
@@ -226,7 +226,7 @@ def _sharded(parts: StageParts, layout: Layout, update: Update) -> _State:
     def kept(size: int, count: int, is_last: bool) -> int:
         return SINGLE * count // (shares if is_last else 1)
 
-    # Parameters of one float32 rank are their own whole.
+    # In float32 a single rank's parameters are already full, so there is no copy.
     copies = 1 if shares > 1 or is_half else 0
     return _State(
         parameters=single,
@@ -240,7 +240,7 @@ def _sharded(parts: StageParts, layout: Layout, update: Update) -> _State:
 
 
 def _deepspeed(held: list[HeldParameter], layout: Layout, update: Update, is_half: bool) -> _State:
-    """ZeRO (Rajbhandari et al. 2020) shards states (1), gradients (2), parameters (3)."""
+    """ZeRO (Rajbhandari et al. 2020): shards states (1), gradients (2), parameters (3)."""
     elements = _trained(held)
     shares = layout.dp if layout.zero else 1
     owned = sum(elements) // shares
@@ -270,7 +270,7 @@ def _deepspeed(held: list[HeldParameter], layout: Layout, update: Update, is_hal
 
 
 def _megatron(held: list[HeldParameter], layout: Layout, update: Update, is_half: bool) -> _State:
-    """Gradients in one float32 buffer for the whole of a step."""
+    """Megatron: gradients in one float32 buffer throughout a step."""
     elements = _trained(held)
     shares = layout.dp if layout.zero else 1
     own = [count // shares for count in elements]

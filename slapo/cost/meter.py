@@ -1,4 +1,4 @@
-"""A dispatch mode that counts bytes alive, operations, bytes moved and collectives of a run."""
+"""Dispatch mode that counts live bytes, FLOPs, memory traffic and collectives of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slapo.op.dispatch import only_counted
 
 aten = torch.ops.aten
 
-#: Views, and room that nothing is written to yet: neither time nor traffic.
+#: Views and uninitialized tensors, which cost neither time nor traffic.
 _FREE_NAMES = (
     "view _unsafe_view reshape t transpose permute expand split split_with_sizes slice select "
     "unsqueeze squeeze detach alias unbind as_strided lift_fresh empty empty_like new_empty "
@@ -45,7 +45,7 @@ def _flash_backward(*args: Any, **kwargs: Any) -> int:
 def _grouped_shape(
     left: Tensor, right: Tensor, offs: Any = None, *_: Any, **__: Any
 ) -> tuple[int, ...]:
-    """Return the shape of a product in groups of rows or of columns, which end at `offs`."""
+    """Return the shape of a grouped product; groups of rows or columns end at `offs`."""
     if left.dim() == 2 and right.dim() == 2:
         return len(offs), left.shape[0], right.shape[1]
     if left.dim() == 3 and right.dim() == 3:
@@ -57,12 +57,12 @@ def _grouped_shape(
 
 def _grouped(*args: Any, **kwargs: Any) -> int:
     left, shape = args[0], _grouped_shape(*args, **kwargs)
-    # Groups of columns: each product runs over a share of them.
+    # Groups of columns: each product uses one group's columns only.
     shares = shape[0] if len(shape) == 3 and left.dim() == 2 else 1
     return int(2 * math.prod(shape) * left.shape[-1] // shares)
 
 
-#: Products that torch's own table of operations lacks.
+#: FLOP formulas that torch's own table lacks.
 _FORMULAS: dict[str, Callable[..., int]] = {
     "_scaled_dot_product_flash_attention_for_cpu": _flash_forward,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _flash_backward,
@@ -72,12 +72,12 @@ _FORMULAS: dict[str, Callable[..., int]] = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel, with the figures that its time depends on."""
+    """A kernel, with the figures that determine its time."""
 
     name: str
-    #: Floating-point operations of its products; 0 for others.
+    #: FLOPs of its matrix products; 0 for other kernels.
     flops: int
-    #: Bytes read and written, broadcast dimensions once.
+    #: Bytes read and written; broadcast dimensions count once.
     moved: int
     #: Elements of the largest tensor that it reads or writes.
     elements: int
@@ -88,7 +88,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective, or a message: bytes of the whole tensor, and the number of ranks."""
+    """A collective or a message, with the bytes of the full tensor and the number of ranks."""
 
     name: str
     size: int
@@ -96,10 +96,10 @@ class Collective:
 
 
 class Meter(TorchDispatchMode):
-    """Counts while it is active, on fake, meta and real tensors alike.
+    """Dispatch mode that counts costs on fake, meta and real tensors.
 
-    A tensor lives from the operator that creates it until its storage is released, so the figure
-    is that of an allocator without rounding or cache.
+    A tensor lives from the operator that creates it until its storage is released. The count
+    matches an allocator without rounding or cache.
 
     Parameters
     ----------
@@ -108,9 +108,9 @@ class Meter(TorchDispatchMode):
     rounding
         Bytes that each storage takes a multiple of: 512 on CUDA.
     kernels
-        Whether to record kernels too, and not memory alone.
+        True records kernels in addition to memory.
     fakes
-        Whether fake tensors count; else they take no memory, as when an engine asks for shapes.
+        True counts fake tensors; by default they take no memory, as when an engine infers shapes.
 
     Examples
     --------
@@ -130,11 +130,11 @@ class Meter(TorchDispatchMode):
         self.rounding, self.alive, self.peak = rounding, 0, 0
         self.kernels: list[Kernel] = []
         self.collectives: list[Collective] = []
-        #: Storages of the tensors that :meth:`watch` named, and the names of those touched.
+        #: Storage key -> name of the tensors of :meth:`watch`, and the names of those used.
         self.watched: dict[int, str] = {}
         self.touched: set[str] = set()
-        #: Bytes of the gradients of :meth:`made`, and the peak without these: a later micro-batch
-        #: adds its own to them, which are free again.
+        #: Bytes of the gradients of :meth:`made`, and the peak without them. A later micro-batch
+        #: adds its gradients to these, and then frees its own.
         self.gradients, self.later_peak = 0, 0
         #: Called once, before the next operator.
         self.before_next: Callable[[], None] | None = None
@@ -145,7 +145,7 @@ class Meter(TorchDispatchMode):
             self.hold([*module.parameters(), *module.buffers()])
 
     def __enter__(self) -> Meter:
-        """Start to count; kernels of ``slapo.op`` run as they would without."""
+        """Start counting; kernels of ``slapo.op`` run as they would without the meter."""
         self._plain = only_counted(FakeTensor)
         self._plain.__enter__()
         super().__enter__()
@@ -156,17 +156,17 @@ class Meter(TorchDispatchMode):
         self._plain.__exit__(*error)
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors as alive that were created before."""
+        """Count already existing tensors as alive."""
         for tensor in tensors:
             self._hold(tensor)
 
     def watch(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """List in :attr:`touched` those of these tensors that an operator reads or writes."""
+        """Record in :attr:`touched` which of these tensors an operator reads or writes."""
         for name, tensor in named:
             self.watched.setdefault(tensor.untyped_storage()._cdata, name)
 
     def made(self, gradient: Tensor) -> bool:
-        """Note a gradient that stays, and return whether it is new; sparse ones do not count."""
+        """Record a gradient that stays; return True if it is new and not sparse."""
         if gradient.layout is not torch.strided:
             return False
         key = gradient.untyped_storage()._cdata
@@ -177,7 +177,7 @@ class Meter(TorchDispatchMode):
         return True
 
     def _hold(self, tensor: Tensor) -> None:
-        tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+        tensor = getattr(tensor, "_local_tensor", tensor)  # the shard of a DTensor
         is_held = self._fakes if isinstance(tensor, FakeTensor) else not tensor.is_meta
         if tensor.layout is not torch.strided or not is_held:
             return
@@ -196,18 +196,19 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(_is_distributed, types)):
-            return NotImplemented  # its operators on local tensors come here next
-        if func is torch.ops.prim.device.default:  # most calls: fake tensors ask for theirs so
+            return NotImplemented  # its operators on local tensors are dispatched here next
+        # the most frequent call: fake tensors read their device this way
+        if func is torch.ops.prim.device.default:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
         kwargs = kwargs or {}
         if self.before_next is not None:
             self.before_next()
         is_question = func is aten._local_scalar_dense.default and args[0].dtype == torch.bool
         if is_question and isinstance(args[0], FakeTensor):
-            # Models ask masks whether there is no padding, and no packed sequence.
+            # Models test masks for the absence of padding and of packed sequences.
             return getattr(args[0], _LIKELY, True)
         if func is aten._grouped_mm.default and isinstance(args[0], FakeTensor):
-            # Its shapes for fakes are those of CUDA alone, in half precision.
+            # Torch infers shapes of fake tensors as on CUDA only, in half precision.
             out = args[0].new_empty(_grouped_shape(*args, **kwargs))
         else:
             out = func(*args, **kwargs)
@@ -245,13 +246,13 @@ class Meter(TorchDispatchMode):
         self.collectives.append(Collective(name.strip("_"), size, ranks))
 
 
-#: Attributes of fake tensors: the mean of one random number, and the likely answer of a boolean.
+#: Attributes of fake tensors: the mean of one random value, and the likely value of a boolean.
 _MIDDLE, _LIKELY = "_slapo_middle", "_slapo_likely"
 _COMPARED = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
 
 
 def _guess(func: Any, args: Any, out: Any) -> None:
-    """Mark random numbers, since models ask one of them whether to drop a layer by chance."""
+    """Mark single random values, since models compare one to decide whether to drop a layer."""
     name = func.overloadpacket.__name__
     if not isinstance(out, FakeTensor) or out.numel() != 1:
         return
@@ -267,7 +268,7 @@ def is_of_many(name: str) -> bool:
 
 
 def _is_distributed(kind: type) -> bool:
-    """Return whether this is torch's DTensor, which is not imported for the question."""
+    """Return whether this is torch's DTensor, without importing it."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and issubclass(kind, module.DTensor)
 
@@ -292,7 +293,7 @@ def _kernel(
     elif packet in flop_registry:
         flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
     tensors = [*read, *made]
-    if name in ("embedding", "index", "gather", "index_select"):  # rows, not the whole table
+    if name in ("embedding", "index", "gather", "index_select"):  # rows, not the full table
         tensors = [*made, *made]
     moved = sum(_bytes(t) for t in tensors)
     elements = max((t.numel() for t in tensors), default=0)

@@ -1,4 +1,4 @@
-"""Models on meta with few layers, which stand in for large ones."""
+"""Models on meta with few layers, which represent large ones."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from slapo.example_inputs import example_inputs
 from slapo.model_schedule.stage_cuts import layer_costs
 from slapo.weights.slots import replacements
 
-#: A config of Transformers, or a function that makes the model.
+#: A Transformers config, or a function that makes the model.
 Source = Any
 
-#: Attributes that say where a layer stands, and nothing about its kind.
+#: Attributes for the position of a layer, which do not affect its kind.
 _PLACES = frozenset(
     "layer_idx layer_id layer_index layer_number block_idx idx index".split()  # noqa: SIM905
 )
-#: Classes of Transformers that are trained, the first that knows the config.
+#: Transformers' head classes for training; the first one that supports the config is used.
 _HEADS = ("MaskedLM", "CausalLM", "Seq2SeqLM", "ImageTextToText", "ImageClassification")
 
 
 @dataclass
 class Stack:
-    """A list of layers, of which the small model has those numbered `kept`.
+    """A list of layers; the small model has those with the indices `kept`.
 
-    `stand_ins` has for each layer of the whole model the place in `kept` of its equal.
+    `stand_ins` maps each layer of the full model to the position in `kept` of an equal layer.
     """
 
     path: str
@@ -41,10 +41,10 @@ class Stack:
 
 @dataclass
 class ReducedModel:
-    """A model of few layers on meta; `costs`, `parameters` and `dtype` are the whole model's.
+    """A model of few layers on meta; `costs`, `parameters` and `dtype` describe the full model.
 
-    `costs` has the matrix parameters of each layer by path, `ties` the names of parameters that
-    were one before :func:`untie`.
+    `costs` maps each layer's path to its number of matrix parameters. `ties` has the groups of
+    names that shared a parameter before :func:`untie`.
     """
 
     model: nn.Module
@@ -56,7 +56,7 @@ class ReducedModel:
 
 
 def whole_on_meta(source: Source) -> nn.Module:
-    """The model of a config or a function, on meta and in training mode."""
+    """Build the full model of a config or a function, on meta and in training mode."""
     is_config = hasattr(source, "model_type")
     made: Any = None
     try:
@@ -80,7 +80,7 @@ def whole_on_meta(source: Source) -> nn.Module:
 
 
 def for_training(config: Any) -> nn.Module:
-    """Build a model with the head that its family is trained with, with random weights."""
+    """Build a model with its family's training head and random weights."""
     import transformers
 
     config = copy.deepcopy(config)
@@ -104,7 +104,7 @@ def for_training(config: Any) -> nn.Module:
 
 
 def training_inputs(model: Any, batch: int = 3, length: int = 13) -> dict[str, Tensor]:
-    """Inputs that a model of Transformers is trained with, labels included, on the CPU."""
+    """Return CPU training inputs of a Transformers model, labels included."""
     others = {"pixel_values", "input_features", "input_values"}
     name = getattr(model, "main_input_name", None)
     several = others.intersection(inspect.signature(model.forward).parameters) - {name}
@@ -119,7 +119,7 @@ def training_inputs(model: Any, batch: int = 3, length: int = 13) -> dict[str, T
 
 
 def check_length(model: Any, length: int) -> None:
-    """Refuse samples longer than a model's table of positions: fake tensors raise no error."""
+    """Refuse samples longer than the position table, since fake tensors raise no error."""
     words = getattr(model, "get_input_embeddings", lambda: None)()
     for name in ("max_position_embeddings", "max_target_positions"):
         stated = getattr(getattr(model, "config", None), name, None)
@@ -128,8 +128,8 @@ def check_length(model: Any, length: int) -> None:
         rows = []
         for module in model.modules():
             count = module.num_embeddings if isinstance(module, nn.Embedding) else 0
-            if stated <= count <= stated + 2 and module is not words:  # OPT's has two more
-                # RoBERTa counts positions from behind the padding's row.
+            if stated <= count <= stated + 2 and module is not words:  # OPT's has two more rows
+                # RoBERTa's positions start after the padding row.
                 before = 0 if module.padding_idx is None else module.padding_idx + 1
                 rows.append(min(stated, count - before))
         rows += [stated for b in model.buffers() if b.dim() == 2 and len(b) == stated]
@@ -142,10 +142,10 @@ def check_length(model: Any, length: int) -> None:
 
 # --- few layers instead of many -------------------------------------------------------------------
 def shrink(model: nn.Module, few: bool = True) -> ReducedModel:
-    """Keep the first layer of each list, the last, and one of each kind between them, in place.
+    """Keep the first and last layer of each list, and one of each kind between, in place.
 
-    Layers of one kind have the same modules, the same parameters by name, shape and type, and the
-    same plain attributes. ``few=False`` keeps all layers.
+    Layers of one kind have equal modules, plain attributes, and names, shapes and dtypes of
+    parameters. ``few=False`` keeps all layers.
     """
     trained = (p for p in model.parameters() if p.is_floating_point() and p.requires_grad)
     dtype = next((p.dtype for p in trained), torch.float32)
@@ -158,7 +158,7 @@ def shrink(model: nn.Module, few: bool = True) -> ReducedModel:
 
 
 def untie(small: ReducedModel, together: Collection[frozenset[str]] = ()) -> ReducedModel:
-    """A copy without tied parameters, as in pipeline stages; names in `together` stay tied."""
+    """Copy a model without tied parameters, as in pipeline stages; `together` stays tied."""
     names: dict[int, set[str]] = {}
     for name, parameter in small.model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
@@ -179,7 +179,7 @@ def untie(small: ReducedModel, together: Collection[frozenset[str]] = ()) -> Red
 
 
 def _lists(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
-    """The outermost lists of two layers or more that are alike in class."""
+    """Yield the outermost lists of at least two layers, of at most two classes."""
     for name, child in model.named_children():
         path = f"{prefix}.{name}" if prefix else name
         if (
@@ -197,7 +197,7 @@ def _shrink(model: nn.Module, path: str, layers: nn.ModuleList, few: bool) -> St
     numbers = list(range(len(layers)))
     if not few:
         return Stack(path, numbers, numbers)
-    # The first of a kind stands for it; the ends of the list stand for themselves alone.
+    # The first of a kind represents it; the first and last of the list represent only themselves.
     kinds = [_kind(layer) for layer in layers]
     firsts = {kinds[n]: n for n in reversed(numbers[1:-1])}
     stand_ins = [numbers[0], *(firsts[kind] for kind in kinds[1:-1]), numbers[-1]]
@@ -223,7 +223,7 @@ def _kind(layer: nn.Module) -> Any:
 
 
 def _shorten_config(config: Any, count: int, kept: Sequence[int]) -> None:
-    """Lists with an entry for each layer get one for each kept layer."""
+    """Shorten config lists with one entry per layer to the kept layers."""
     for each in (config, getattr(config, "text_config", None)):
         for name, value in list(getattr(each, "__dict__", {}).items()):
             if isinstance(value, (list, tuple)) and len(value) == count:
@@ -231,7 +231,7 @@ def _shorten_config(config: Any, count: int, kept: Sequence[int]) -> None:
 
 
 def on_fakes(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy of a model on meta, with fake tensors on the CPU; ties stay."""
+    """Copy a model on meta with fake CPU tensors; ties stay."""
     with mode:
         fakes = replacements(model, lambda tensor: torch.empty_like(tensor, device="cpu"))
     return copy.deepcopy(model, fakes)

@@ -1,4 +1,4 @@
-"""The result of a dry run: as plain data, as a table, and as an image."""
+"""Result of a dry run: as data, as a table, and as an image."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from slapo.errors import MissingPackageError
 
 @dataclass(frozen=True)
 class DryRun:
-    """Memory of every stage's ranks, and time, of a step that was not run.
+    """Predicted memory of each stage's ranks, and time of a step.
 
     Parameters
     ----------
     model
-        Name of its class.
+        Class name of the model.
     parameters
-        Of the whole model.
+        Number of parameters of the full model.
     dtype
-        In which it computes.
+        Dtype of the computation.
     machine, layout
-        On which, and how.
+        Machine and layout of the job.
     stages
-        Memory of a rank of each pipeline stage; ranks of a stage are alike.
+        Memory of a rank of each pipeline stage; all ranks of a stage are equal.
     timed
-        Makes :attr:`time`, which a search asks only of layouts that fit.
+        Function that computes :attr:`time`; a search calls it only for layouts that fit.
     flops
-        Floating-point operations of a step's products over all replicas, without those that are
-        recomputed, and once where ranks that share a layer repeat them.
+        FLOPs of a step's matrix products over all replicas, without recomputation. Work repeated by
+        tensor-parallel ranks counts once.
     tokens
-        Of a step over all replicas; 0 where the model takes no ``input_ids``.
+        Tokens of a step over all replicas; 0 if the model takes no ``input_ids``.
 
     Examples
     --------
@@ -68,22 +68,22 @@ class DryRun:
 
     @property
     def peak(self) -> int:
-        """Bytes of the fullest rank."""
+        """Peak bytes of the rank that needs the most memory."""
         return max(stage.peak for stage in self.stages)
 
     @property
     def memory(self) -> int:
-        """The peak, by the name that the tuner reads."""
+        """Alias of :attr:`peak`, by the name that the tuner reads."""
         return self.peak
 
     @property
     def capacity(self) -> float:
-        """Bytes of a device that a step may fill: 92 % of its memory, as allocators leave gaps."""
+        """Usable bytes of a device: 92 % of its memory, as allocators leave gaps."""
         return USABLE * self.machine.memory
 
     @property
     def fits(self) -> bool:
-        """Return whether every rank stays within the capacity."""
+        """True if every rank stays within the capacity."""
         return self.peak <= self.capacity
 
     @property
@@ -93,12 +93,12 @@ class DryRun:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of all replicas; 0 where the model takes no ``input_ids``."""
+        """Tokens per second of all replicas; 0 if the model takes no ``input_ids``."""
         return self.tokens / self.time.total
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: the share of the devices' peak that the model's own work takes.
+        """Model FLOPs utilization: the model's own FLOP/s as a fraction of the devices' peak.
 
         Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with Pathways", appendix B.
         """
@@ -106,7 +106,7 @@ class DryRun:
         return self.flops / (self.time.total * peak)
 
     def data(self) -> dict[str, Any]:
-        """Everything as plain data, for JSON."""
+        """Return all figures as plain data, for JSON."""
         layout = self.layout
         return {
             "model": self.model,
@@ -131,12 +131,12 @@ class DryRun:
         return _table(self.data())
 
     def plot(self, path: str) -> None:
-        """Draw the memory of each stage as a stacked bar, in a file.
+        """Plot the memory of each stage as a stacked bar into a file.
 
         Raises
         ------
         MissingPackageError
-            Without matplotlib.
+            If matplotlib is not installed.
         """
         if importlib.util.find_spec("matplotlib") is None:
             raise MissingPackageError("images need matplotlib: pip install 'slapo[tune]'")
@@ -155,7 +155,8 @@ class DryRun:
             axes.bar(places, heights, bottom=bottoms, label=key)
             bottoms = [low + high for low, high in zip(bottoms, heights, strict=True)]
         axes.plot(places, peaks, "k_", markersize=18, label="peak")
-        # Far above the bars the line would flatten them; then it marks the upper edge.
+        # If the capacity is far above the bars, a true line would flatten them; it then marks the
+        # upper edge.
         is_near = capacity < 5 * max(peaks)
         height = capacity if is_near else 1.3 * max(peaks)
         said = f"capacity {size_of(data['capacity'])}" + ("" if is_near else ", not to scale")
@@ -202,13 +203,13 @@ def _table(data: Mapping[str, Any]) -> str:
 
 
 def engine_of(layout: Layout) -> str:
-    """The engine in words."""
+    """Describe the engine of a layout."""
     more = f" ZeRO {layout.zero}" if layout.zero else ""
     return layout.target + more + (" FSDP2" if layout.data_parallel == "fsdp" else "")
 
 
 def aligned(*rows: list[str]) -> list[str]:
-    """Rows of a table as lines."""
+    """Format the rows of a table as aligned lines."""
     first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(["", name.ljust(first), *map(str.rjust, cells, others)]) for name, *cells in rows
@@ -216,7 +217,7 @@ def aligned(*rows: list[str]) -> list[str]:
 
 
 def size_of(size: float) -> str:
-    """Bytes in words."""
+    """Format a number of bytes."""
     if size >= 2**30:
         return f"{size / 2**30:.2f} GiB"
     return f"{size / 2**20:.1f} MiB" if size else "0"

@@ -1,4 +1,4 @@
-"""A scheduled model of few layers, run on fake tensors as one rank of a tensor-parallel group.
+"""Run of a scheduled model of few layers on fake tensors, as one tensor-parallel rank.
 
 The run is cut into segments where layers begin and end.
 """
@@ -28,7 +28,7 @@ from slapo.random import states_kept
 from slapo.schedule import Schedule
 from slapo.verify.placement.offline import fake_world
 
-#: ("before", stack), ("layer", stack, place in the list) or ("after",)
+#: ("before", stack), ("layer", stack, position in the list) or ("after",)
 Place = tuple[Any, ...]
 
 
@@ -36,26 +36,26 @@ Place = tuple[Any, ...]
 class Segment:
     """The part of a run between two marks, forward or backward."""
 
-    #: Bytes alive at its end, and at its worst moment, less those at its start.
+    #: Live bytes at its end and at its peak, minus those at its start.
     delta: int
     peak: int
     kernels: Sequence[Kernel]
     collectives: Sequence[Collective]
     #: Names of the parameters that it reads.
     parameters: frozenset[str] = frozenset()
-    #: Bytes of the tensors that the next segment is called with, and of those with a gradient.
+    #: Bytes of the next segment's input tensors, and of those that require gradients.
     crossing: int = 0
     gradient: int = 0
 
     @cached_property
     def flops(self) -> float:
-        """Operations of its products."""
+        """FLOPs of its matrix products."""
         return sum(kernel.flops for kernel in self.kernels)
 
 
 @dataclass
 class Pass:
-    """A micro-batch, forward and backward: segments by place, in the order they ran."""
+    """Forward and backward of a micro-batch: segments by place, in execution order."""
 
     forward: dict[Place, Segment] = field(default_factory=dict)
     backward: dict[Place, Segment] = field(default_factory=dict)
@@ -71,22 +71,22 @@ class HeldParameter:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.elements * self.itemsize
 
 
 @dataclass
 class Run:
-    """The costs of a micro-batch on one rank."""
+    """Costs of a micro-batch on one rank."""
 
-    #: The first micro-batch of a step, whose backward creates the gradients, and a later one.
+    #: The first micro-batch of a step, whose backward allocates the gradients, and a later one.
     first: Pass
     again: Pass
     held: dict[str, HeldParameter]
-    #: Bytes of the model's buffers, and of the inputs of a micro-batch.
+    #: Bytes of the model's buffers, and of a micro-batch's inputs.
     buffers: int
     inputs: int
-    #: True if its layers run one after another; else it has no marks.
+    #: True if the layers run one after another; else the run is a single segment.
     regular: bool
 
 
@@ -100,11 +100,11 @@ def run(
     traced: bool,
     accelerator: bool,
 ) -> Run:
-    """Run a micro-batch forward and backward on fake tensors, as the first rank of `tp`.
+    """Run a micro-batch forward and backward on fake tensors, as the first of `tp` ranks.
 
-    The first rank has the most where shares are uneven. With `traced` models of Transformers give
-    attention an explicit mask, as in pipeline stages. The fused attention of an accelerator takes
-    dropout, that of a processor does not.
+    With uneven shards the first rank has the most. With `traced`, Transformers models give
+    attention an explicit mask, as in pipeline stages. Fused attention supports dropout on an
+    accelerator only.
     """
     tracing = nullcontext() if traced else _not_tracing()
     fused = _fused_dropout() if accelerator else nullcontext()
@@ -128,7 +128,7 @@ def run(
                     return _run(model, [], given, loss_of, rounding)
             except SlapoError:
                 raise
-            # Models and torch raise these; refusals of ours and of users are of other kinds.
+            # Models and torch raise these types; refusals of Slapo and of users have others.
             except (RuntimeError, AttributeError, IndexError, AssertionError, ValueError) as error:
                 raise SlapoError(
                     f"{type(model).__name__} could not run on fake tensors: "
@@ -170,7 +170,7 @@ def _run(
 
 
 def loss_of_output(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    """Return the loss of a model of Transformers, or the sum of another model's output."""
+    """Return the loss of a Transformers model, or the sum of another model's output."""
     output = model(**inputs)
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
@@ -185,7 +185,7 @@ def loss_of_output(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
 
 @contextmanager
 def _not_tracing() -> Iterator[None]:
-    """Hide fake tensors from Transformers, which else makes masks that it would do without."""
+    """Hide fake tensors from Transformers, which would otherwise make explicit masks."""
     utils = sys.modules.get("transformers.utils.import_utils")
     if utils is None or not hasattr(utils, "is_fake_tensor"):
         yield
@@ -201,7 +201,7 @@ def _not_tracing() -> Iterator[None]:
 
 @contextmanager
 def _fused_dropout() -> Iterator[None]:
-    """Have attention keep as little with dropout as without it, as on an accelerator."""
+    """Make attention keep as little with dropout as without it, as on an accelerator."""
     functional: Any = nn.functional
     attention = functional.scaled_dot_product_attention
 
@@ -221,13 +221,13 @@ def _fused_dropout() -> Iterator[None]:
 
 # --- segments -----------------------------------------------------------------------------------
 class _IrregularError(Exception):
-    """The layers do not run one after another, each once."""
+    """Raised if the layers do not run one after another, each once."""
 
 
 class _Recorder:
-    """Marks in the meter's figures where layers begin and end.
+    """Recorder of segments, which start and end with layers.
 
-    A later micro-batch differs from the first where gradients are made: it adds its own to them.
+    A later micro-batch differs from the first: it adds its gradients to existing ones.
     """
 
     def __init__(
@@ -244,11 +244,11 @@ class _Recorder:
             for parameter in parameters
             if parameter.requires_grad
         ]
-        #: additions of a later micro-batch, to the gradients of the open segment
+        #: gradient additions of a later micro-batch in the open segment
         self._additions: list[Kernel] = []
-        #: the layer whose forward ended last, until what its caller frees is gone
+        #: the layer that returned last, until its caller has freed the preceding tensors
         self._left: Place = ()
-        #: where the backward ends
+        #: place where the backward ends
         self._end: Place = ()
         self._order = [(s, n) for s, each in enumerate(layers) for n in range(len(each))]
         self._next = 0
@@ -277,7 +277,7 @@ class _Recorder:
         meter.touched, self._additions = set(), []
 
     def _close(self) -> tuple[Segment, Segment]:
-        """The open segment, of the first micro-batch and of a later one."""
+        """Close the open segment; return it for the first micro-batch and for a later one."""
         alive, gradients, kernels, collectives = self._from
         meter = self.meter
         first = Segment(
@@ -297,7 +297,7 @@ class _Recorder:
         return first, again
 
     def _added(self, parameter: nn.Parameter) -> None:
-        """The gradient of a parameter is there."""
+        """Hook: record the new gradient of a parameter."""
         grad = parameter.grad
         if grad is not None and self.meter.made(grad):
             moved = 3 * grad.numel() * grad.element_size()
@@ -310,7 +310,7 @@ class _Recorder:
         self.first.backward[place], self.again.backward[place] = self._close()
 
     def _enter(self, stack: int, number: int, args: Any, kwargs: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:  # recomputed in a backward
+        if torch._C._current_graph_task_id() != -1:  # recomputed in a backward pass
             return
         self._settle()
         if self._next >= len(self._order) or self._order[self._next] != (stack, number):
@@ -328,7 +328,8 @@ class _Recorder:
         if torch._C._current_graph_task_id() != -1:
             return
         self._left = ("layer", stack, number)
-        # What its caller held of the layer before goes with the next assignment, and belongs here.
+        # The caller frees tensors of the preceding layer at its next assignment. They belong to
+        # this segment.
         self.meter.before_next = self._settle
         self._next += 1
         hidden = _hidden(output)
@@ -343,25 +344,23 @@ class _Recorder:
         self._follow(hidden, place)
 
     def _settle(self) -> None:
-        """The layer that was left last is over."""
+        """Close the segment of the layer that returned last."""
         if self._left:
             self._close_forward(self._left)
             self._left = ()
 
     def _follow(self, hidden: Tensor | None, place: Place) -> None:
-        """Note when the backward of a place is over, which is called with a tensor."""
+        """Close a place's backward once the gradient of its input is computed."""
         if hidden is not None and hidden.requires_grad:
             hidden.register_hook(lambda _: self._ended(place))
-        else:  # nothing before needs a gradient: the backward ends there
+        else:  # nothing before needs a gradient, so the backward ends there
             self._end = place
 
     def _ended(self, place: Place) -> None:
-        """The backward of a place is over: its input's gradient is there."""
         self._close_backward(place)
 
     # --- runs ------------------------------------------------------------------------------------
     def run(self, model: nn.Module, inputs: Mapping[str, Any], loss_of: Callable[..., Any]) -> None:
-        """One micro-batch."""
         self._end = ("before", 0) if self._order else ("after",)
         self._start()
         loss = loss_of(model, inputs)
@@ -379,13 +378,12 @@ class _Recorder:
                 raise _IrregularError
 
     def remove(self) -> None:
-        """Take the hooks away."""
         for handle in self._handles:
             handle.remove()
 
 
 def _hidden(values: Any) -> Tensor | None:
-    """The first tensor of floating point: what layers pass on."""
+    """Return the first floating-point tensor, which layers pass on."""
     tensors = (t for t in tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point())
     return next(tensors, None)
 

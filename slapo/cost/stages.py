@@ -1,4 +1,4 @@
-"""The segments and parameters of each pipeline stage of the whole model."""
+"""Segments and parameters of each pipeline stage of the full model."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ from slapo.cost.runs import HeldParameter, Place, Run, Segment
 
 @dataclass(frozen=True)
 class Step:
-    """A segment of the whole model, whose figures are those of a run."""
+    """A segment of the full model, with the figures of a run."""
 
     place: Place
     run: Run
-    #: Parameters whose gradients its backward makes.
+    #: Parameters whose gradients its backward allocates.
     owned: tuple[HeldParameter, ...] = ()
 
     @property
     def forward(self) -> Segment:
-        """The forward of a micro-batch."""
+        """Forward segment of a micro-batch."""
         return self.run.first.forward[self.place]
 
     def backward(self, first: bool) -> Segment:
-        """Return the backward of the first micro-batch of a step, or of a later one."""
+        """Return the backward segment of a step's first micro-batch, or of a later one."""
         passed = self.run.first if first else self.run.again
         return passed.backward[self.place]
 
 
 @dataclass
 class StageParts:
-    """A stage of the whole model."""
+    """A pipeline stage of the full model."""
 
-    #: Its segments in the order of the forward.
+    #: Its segments in forward order.
     steps: list[Step] = field(default_factory=list)
-    #: Its parameters; those of layers are named as in the whole model.
+    #: Its parameters; those of layers have their names in the full model.
     held: dict[str, HeldParameter] = field(default_factory=dict)
-    #: The places of the layers that parameters belong to, if to any.
+    #: Parameter -> place of its layer, for parameters of layers.
     layer_of: dict[str, Place] = field(default_factory=dict)
-    #: The segments that end the stage before, and this one.
+    #: The segments that end the preceding stage and this one.
     received: Segment | None = None
     sent: Segment | None = None
-    #: Names of parameters that are one in the model, and all in this stage.
+    #: Groups of names that share a parameter in the model and are all in this stage.
     together: list[frozenset[str]] = field(default_factory=list)
 
 
 def divide(
     small: ReducedModel, runs: dict[bool, Run], again: set[str], ends: Sequence[int]
 ) -> list[StageParts]:
-    """Divide the whole model into stages.
+    """Divide the full model into stages.
 
-    `runs` has a run of layers as they are and one of layers that recompute activations, `again` the
-    paths of the latter, and `ends` the numbers of the layers that end a stage, but for the last.
+    `runs` maps False to a run of plain layers and True to one of recomputing layers, `again` has
+    the paths of the latter. `ends` has the indices of the layers that end a stage, except the last.
     """
     stages = [StageParts()]
     ended = set(ends)
@@ -71,7 +71,7 @@ def divide(
     plain = next(iter(runs.values()))
     named = {name for stage in stages for name in stage.held}
     lists = tuple(f"{stack.path}." for stack in small.stacks)
-    for name, held in plain.held.items():  # which no operator reads
+    for name, held in plain.held.items():  # no operator reads these
         if name not in named and not (plain.regular and name.startswith(lists)):
             stages[-1].held[name] = held
     for stage in stages:
@@ -85,7 +85,7 @@ def divide(
 def _steps(
     small: ReducedModel, runs: dict[bool, Run], again: set[str]
 ) -> Iterator[tuple[Step, int, str]]:
-    """Yield segments of the whole model, each with the number and the path of its layer."""
+    """Yield the segments of the full model, each with the index and the path of its layer."""
     plain = next(iter(runs.values()))
     if not plain.regular:
         yield Step(("after",), plain), -1, ""
@@ -102,7 +102,7 @@ def _steps(
 
 
 def _held(small: ReducedModel, step: Step, layer: str) -> dict[str, HeldParameter]:
-    """Return the parameters that a segment reads; those of a layer wherever they are read."""
+    """Return the parameters that a segment reads, and all of its layer."""
     found = {}
     own = ""
     if layer:

@@ -1,4 +1,4 @@
-"""Seconds of a step: compute and collectives of each stage, the pipeline's order, what remains."""
+"""Time of a step: compute and collectives of each stage, pipeline order, and the rest."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from slapo.cost.runs import Segment
 from slapo.cost.stages import StageParts
 from slapo.cost.update import Update
 
-#: The share of the last backward behind which reductions of gradients hide. On a processor they
-#: hide behind nothing, as the cores that compute also copy and add.
+#: Fraction of the last backward that gradient reductions overlap with. A CPU overlaps nothing,
+#: since the cores that compute also copy and add.
 HIDDEN = 0.5
 
 
@@ -25,17 +25,17 @@ class StepTime:
     Parameters
     ----------
     forward, backward
-        Compute of the slowest stage, all micro-batches; what is recomputed is in `backward`.
+        Compute of the slowest stage over all micro-batches; `backward` includes recomputation.
     tensor_parallel
-        Its collectives over the tensor-parallel ranks.
+        Collectives of that stage over the tensor-parallel ranks.
     messages
-        Between stages, as far as a micro-batch waits for them.
+        Messages between stages, as far as a micro-batch waits for them.
     bubble
-        In which that stage waits for others.
+        Time in which that stage waits for others.
     data_parallel
-        Reduction of gradients, and gathering of parameters, that compute does not hide.
+        Gradient reductions and parameter gathers that do not overlap with compute.
     update
-        The optimizer's.
+        Optimizer step.
     """
 
     forward: float
@@ -48,16 +48,16 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds of the whole step."""
+        """Seconds of the full step."""
         return sum(asdict(self).values())
 
 
-#: Seconds of a micro-batch on a stage, each for forward and backward: compute, and collectives.
+#: Seconds of a micro-batch on a stage: (compute, collectives) for forward and for backward.
 _Costs = dict[str, tuple[float, float]]
 
 
 def time_of(stages: list[StageParts], layout: Layout, machine: Machine, update: Update) -> StepTime:
-    """Predict a step of a job whose ranks are neighbors by tp, then dp, then pp."""
+    """Predict a step of a job whose ranks are ordered by tp, then dp, then pp."""
 
     @functools.cache  # most layers share their segments
     def seconds(segment: Segment) -> tuple[float, float]:
@@ -106,14 +106,14 @@ def _costs(parts: StageParts, seconds: Callable[[Segment], tuple[float, float]])
         costs = [seconds(segment) for segment in each]
         return sum(compute for compute, _ in costs), sum(talk for _, talk in costs)
 
-    # Most micro-batches add to gradients, as a later one does.
+    # Most micro-batches add to existing gradients, as a later one does.
     return {
         "F": both([step.forward for step in parts.steps]),
         "B": both([step.backward(first=False) for step in parts.steps]),
     }
 
 
-@functools.lru_cache(maxsize=64)  # engines of one layout differ in their replicas alone
+@functools.lru_cache(maxsize=64)  # engines of one layout differ only in data parallelism
 def _simulate(
     costs: tuple[tuple[float, float], ...],
     hops: tuple[float, ...],
@@ -121,11 +121,11 @@ def _simulate(
     schedule: str,
     count: int,
 ) -> float:
-    """Return the end of the last stage; each runs its order as soon as inputs are there."""
+    """Return the end of the last stage; each pass starts as soon as its inputs have arrived."""
     stages = len(costs)
     waiting = [list(order(schedule, stage, stages, count))[::-1] for stage in range(stages)]
     free = [0.0] * stages
-    #: ends of the micro-batches of each stage, in their order
+    #: end times of the micro-batches of each stage, in order
     ends: dict[str, list[list[float]]] = {kind: [[] for _ in costs] for kind in "FB"}
     moved = True
     while moved:
@@ -149,7 +149,7 @@ def _simulate(
 
 
 def _stepped(parts: StageParts, layout: Layout) -> list[int]:
-    """Return the numbers of elements that the optimizer steps on, on one rank."""
+    """Return the element counts that the optimizer steps on, on one rank."""
     trained = [held.elements for held in parts.held.values() if held.is_trained]
     if layout.data_parallel == "fsdp":
         return [count // layout.dp for count in trained]
@@ -157,11 +157,11 @@ def _stepped(parts: StageParts, layout: Layout) -> list[int]:
 
 
 def _reduction(parts: StageParts, layout: Layout, machine: Machine, hidden: float) -> float:
-    """Seconds of the data-parallel ranks' collectives beyond what compute hides.
+    """Return the seconds of data-parallel collectives that do not overlap with compute.
 
-    Engines of PyTorch and Megatron add gradients of half precision in float32. ZeRO-2 and 3 share
-    gradients out, and so reduce those of every micro-batch; FSDP2 here reduces their sum. ZeRO-1
-    and 2 of DeepSpeed all-reduce a bucket, of which each rank keeps its part.
+    PyTorch and Megatron engines reduce half-precision gradients in float32. ZeRO-2 and 3 shard
+    gradients, so they reduce every micro-batch's; FSDP2 reduces their sum here. DeepSpeed's ZeRO-1
+    and 2 all-reduce a bucket and keep a slice.
     """
     if layout.dp == 1:
         return 0.0
@@ -169,14 +169,14 @@ def _reduction(parts: StageParts, layout: Layout, machine: Machine, hidden: floa
     size = sum(held.size for held in trained)
     sums = size if layout.target == "deepspeed" else sum(SINGLE * held.elements for held in trained)
     is_sharded = layout.data_parallel == "fsdp" or layout.zero == 3
-    # A collective for each layer, and one for the rest.
+    # One collective per layer, and one for the rest.
     units = len(set(parts.layer_of.values())) + 1 if is_sharded else 1
 
     def seconds(name: str, size: float, copies: int) -> float:
         moved = units * machine.collective(name, size / units, layout.dp, layout.tp)
         return moved + copies * 2 * size / (machine.bandwidth * machine.reached_bandwidth)
 
-    # Gradients are copied into a flat buffer and out of it; DeepSpeed flattens its bucket again.
+    # Gradients are copied into and out of a flat buffer; DeepSpeed flattens its bucket again.
     scatters = is_sharded or (layout.target == "megatron" and layout.zero)
     copies = 3 if layout.target == "deepspeed" else 2
     reduce = seconds("reduce_scatter" if scatters else "all_reduce", sums, copies)

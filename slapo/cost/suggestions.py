@@ -1,4 +1,4 @@
-"""``slapo.suggest``: the layouts of a model on so many devices, the fastest first."""
+"""``slapo.suggest``: layouts of a model for a number of devices, fastest first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slapo.cost.result import DryRun, aligned, engine_of, size_of
 from slapo.errors import SlapoError, require_count
 from slapo.model_schedule.registry import AUTO
 
-#: Options of an engine: on each of them what a step needs of memory and of links is another.
+#: Engine options, which differ in memory and communication of a step.
 ENGINES: tuple[dict[str, Any], ...] = (
     {"target": "torch", "data_parallel": "ddp"},
     {"target": "torch", "data_parallel": "fsdp"},
@@ -24,15 +24,15 @@ ENGINES: tuple[dict[str, Any], ...] = (
     {"target": "deepspeed", "zero": 2},
     {"target": "deepspeed", "zero": 3},
 )
-#: Shares of the layers that compute their activations again.
+#: Fractions of the layers that recompute activations.
 RATIOS = (0.0, 0.5, 1.0)
-#: Samples of a replica in a step, by default; a micro-batch is at most so large.
+#: Default samples of a replica in a step, and the largest micro-batch.
 SAMPLES, LARGEST_MICRO = 8, 8
-#: Tokens of a sample, by default, if the model has so many positions.
+#: Default tokens of a sample, if the model has as many positions.
 LENGTH = 4096
-#: So many sizes of a layout, by their speed, get larger micro-batches than one sample.
+#: Number of the fastest layout sizes for which larger micro-batches are tried.
 FASTEST = 2
-#: More devices than these are not asked for where nothing fits.
+#: Maximum number of devices to try if nothing fits.
 MOST_GPUS = 4096
 
 
@@ -52,7 +52,7 @@ class Suggestion:
     options: dict[str, Any]
 
     def lines(self, key: str = AUTO) -> str:
-        """The lines of a script that run it."""
+        """Return the lines of a script that run this layout."""
         layout, dtype = self.dry_run.layout, str(self.dry_run.dtype)
         sizes = ", ".join(f"{name}={getattr(layout, name)}" for name in ("pp", "dp", "tp"))
         options = {**self.options, **({"pipeline_cuts": layout.pp} if layout.pp > 1 else {})}
@@ -74,24 +74,24 @@ class Suggestion:
 
 
 def quoted(value: Any) -> str:
-    """A value as the text of a program has it."""
+    """Return a value as Python source."""
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 @dataclass(frozen=True)
 class Suggestions:
-    """All layouts that were tried.
+    """Result of :func:`slapo.suggest`: all layouts that were tried.
 
     Parameters
     ----------
     fitting
         Layouts that fit, by predicted tokens (or samples) per second, the fastest first.
     closest
-        The layout that takes the least memory, of those that do not fit; None if none was tried.
+        The layout that takes the least memory among those that do not fit; None if there is none.
     refused
-        Reasons for which the model or an engine refuses -> the number of layouts excluded.
+        Reason of a refusal by the model or an engine -> number of layouts excluded.
     advice
-        Advice where nothing fits: more devices, or shorter samples.
+        Advice if nothing fits: more devices, or shorter samples.
     key
         Key of the recipe.
 
@@ -119,14 +119,14 @@ class Suggestions:
         Raises
         ------
         SlapoError
-            If none fits; the message says what would.
+            If none fits; the message names a change that would.
         """
         if not self.fitting:
             raise SlapoError(self.advice)
         return self.fitting[0]
 
     def text(self, count: int = 10) -> str:
-        """The fastest layouts, a line each, and the lines of a script for the first."""
+        """Return a table of the fastest layouts, and the lines of a script for the first."""
         if not self.fitting:
             return self.advice
         run, all_of = self.best.dry_run, len(self.fitting)
@@ -171,11 +171,11 @@ def suggest(
     say: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Suggestions:
-    """Predict all layouts of a model on so many devices, and sort those that fit.
+    """Predict all layouts of a model on `gpus` devices, and sort those that fit.
 
-    The dry run (:func:`slapo.dryrun`) of every product of pipeline, data and tensor parallelism,
-    engine, share of recomputed layers and size of a micro-batch, on one process and without
-    weights. Tensor parallelism stays within a node, and shards tokens too where the recipe can.
+    Runs :func:`slapo.dryrun` in one process and without weights. The search combines pipeline, data
+    and tensor parallelism, engines, fractions of recomputed layers and micro-batch sizes. Tensor
+    parallelism stays within a node, and shards tokens too if the recipe supports it.
 
     Parameters
     ----------
@@ -188,13 +188,13 @@ def suggest(
     seq_len
         Tokens of a sample; by default 4,096, or as many positions as the model has.
     batch
-        Samples of a step, over all replicas; by default 8 for each device.
+        Samples of a step over all replicas; by default 8 per device.
     recipe
         A key of :func:`slapo.apply_schedule`.
     dtype
-        Type of the computation.
+        Dtype of the computation.
     say
-        Function that is called with a line for each layout size, as the search goes on.
+        Function that is called with a line of progress for each layout size.
     **options
         Options of the recipe and of :func:`slapo.dryrun`, such as ``fused_loss=True``.
 
@@ -206,9 +206,9 @@ def suggest(
     Raises
     ------
     ValueError
-        For a number of devices that makes no layout.
+        If `gpus` is not a positive integer.
     SlapoError
-        If the model cannot be run without numbers.
+        If the model cannot run on fake tensors.
 
     Examples
     --------
@@ -234,7 +234,7 @@ def _length(source: Any) -> int:
 
 
 def _advice(ask: _Search, closest: Suggestion, gpus: int) -> str:
-    """Advice on more devices, or shorter samples."""
+    """Suggest more devices, or shorter samples."""
     run = closest.dry_run
     lines = [
         f"nothing fits: {run.model} takes {size_of(run.peak)} of {size_of(run.machine.memory)} on "
@@ -269,7 +269,7 @@ def _described(suggestion: Suggestion) -> str:
 
 @dataclass(frozen=True)
 class _Search:
-    """A model, and what all of its layouts share."""
+    """A model, and the settings that all its layouts share."""
 
     source: Source
     machine: Machine
@@ -281,10 +281,10 @@ class _Search:
     def over(
         self, gpus: int, batch: int, say: Callable[[str], None] | None, only_least: bool = False
     ) -> Suggestions:
-        """All layouts of so many devices, or those alone that take the least memory.
+        """Predict all layouts of so many devices, or only those with the least memory.
 
-        Micro-batches of one sample say which sizes of a layout are the fastest; only these get
-        larger ones, with what fits so far and as long as it gains speed.
+        Micro-batches of one sample show the fastest layout sizes. Only these get larger ones, with
+        the choices that fit so far and while speed increases.
         """
         tried: list[Suggestion] = []
         refused: dict[str, int] = {}
@@ -292,7 +292,6 @@ class _Search:
         fit: dict[tuple[int, int], list[_Choice]] = {}
 
         def extend(tp: int, pp: int, micro: int, choices: list[_Choice]) -> list[_Choice]:
-            """The choices that fit."""
             dp, fits = gpus // tp // pp, []
             for engine, start in choices:
                 for number in range(start, len(RATIOS)):
@@ -301,7 +300,7 @@ class _Search:
                     tried.extend([found] if found else [])
                     if found is None or found.dry_run.fits:
                         fits += [(engine, number)] if found else []
-                        break  # to compute more again is not faster
+                        break  # more recomputation is not faster
             if say is not None:
                 count = sum(each.dry_run.fits for each in tried)
                 at = f"tp {tp}, pp {pp}, dp {dp}, micro-batches of {micro}"
@@ -333,7 +332,7 @@ class _Search:
         ratio: float,
         refused: dict[str, int],
     ) -> Suggestion | None:
-        """The dry run of a layout; None if the model or the engine refuses it."""
+        """Return the dry run of a layout, or None if the model or the engine refuses it."""
         tp, pp, dp, batch, micro = layout
         options: dict[str, Any] = {**self.options, **({"ckpt_ratio": ratio} if ratio else {})}
         spread: dict[str, Any] = {"sequence_parallel": True}
@@ -362,7 +361,7 @@ class _Search:
         return None
 
 
-#: Number of an engine, and of the share of recomputed layers that is tried first.
+#: Index of an engine, and of the first recomputed fraction to try.
 _Choice = tuple[int, int]
 
 
@@ -372,13 +371,13 @@ def _fitting(tried: list[Suggestion]) -> tuple[Suggestion, ...]:
 
 
 def _fastest(tried: list[Suggestion], tp: int, pp: int) -> float:
-    """Samples per second of the best that fits of one size."""
+    """Return the samples per second of the fastest fitting layout of one size."""
     runs = [each.dry_run for each in tried if each.dry_run.fits]
     return max(r.throughput for r in runs if (r.layout.tp, r.layout.pp) == (tp, pp))
 
 
 def _sizes(gpus: int, devices: int) -> Iterator[tuple[int, int]]:
-    """Tensor-parallel ranks, within a node, and stages."""
+    """Yield sizes of tensor parallelism, within a node, and of the pipeline."""
     tp = 1
     while tp <= min(gpus, devices) and gpus % tp == 0:
         rest = gpus // tp

@@ -14,21 +14,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from slapo.cost.meter import Kernel, Meter, is_of_many
 from slapo.errors import SlapoError
 
-#: Side of the parameter that stands for others; some optimizers take square matrices alone.
+#: Side of the test parameter, which is square as some optimizers take square matrices only.
 _SIDE = 1 << 10
 _ELEMENTS = _SIDE * _SIDE
 
 
 @dataclass(frozen=True)
 class Update:
-    """An optimizer's costs for each element of a parameter.
+    """Costs of an optimizer per parameter element.
 
     Parameters
     ----------
     state
-        Bytes that the optimizer keeps.
+        Bytes of optimizer state.
     of_each, of_previous, of_all
-        Further bytes of a step for each element of the current parameter, of the one before it
+        Temporary bytes of a step per element: of the current parameter, of the preceding one
         (intermediate results are freed late), and of all parameters together.
     kernels
         Kernels of a step for one parameter of a million elements.
@@ -53,8 +53,8 @@ class Update:
         optimizer
             Function from a list of parameters to an optimizer, as :func:`slapo.build` takes it.
         accelerator
-            Whether they are on an accelerator. Torch's optimizers step on all parameters at a
-            time there, unless configured otherwise.
+            True for parameters on an accelerator. Torch's optimizers update all parameters at once
+            there, unless configured otherwise.
 
         Raises
         ------
@@ -73,7 +73,7 @@ class Update:
                 f"optimizer is a {type(optimizer).__name__}; pass a function from a list of "
                 "parameters to an optimizer, such as torch.optim.AdamW"
             )
-        # A class makes the same at each call; a function may not.
+        # A class makes the same optimizer at each call; a function may not.
         stepped = _stepped_by_class if isinstance(optimizer, type) else _stepped
         (state, one, kernels), (_, two, _), (_, three, _) = (
             stepped(optimizer, count, accelerator) for count in (1, 2, 3)
@@ -88,7 +88,7 @@ class Update:
         )
 
     def kernels_for(self, elements: Iterable[int]) -> list[Kernel]:
-        """Kernels of a step on parameters of these sizes; some work on all at a time."""
+        """Return the kernels of a step on parameters of these sizes; some work on all at once."""
         sizes = list(elements)
         return [
             replace(
@@ -101,7 +101,7 @@ class Update:
         ]
 
     def working(self, elements: list[int]) -> int:
-        """Bytes of a step on parameters of these sizes, in their order."""
+        """Return the temporary bytes of a step on parameters of these sizes, in order."""
         pairs = zip(elements, [0, *elements], strict=False)
         most = max((self.of_each * e + self.of_previous * before for e, before in pairs), default=0)
         return round(most + self.of_all * sum(elements))
@@ -110,7 +110,7 @@ class Update:
 def _stepped(
     make: Callable[[list[Any]], Any], count: int, accelerator: bool
 ) -> tuple[int, int, tuple[Kernel, ...]]:
-    """Bytes of state, bytes beyond it at the peak of the second step, and its kernels."""
+    """Return the bytes of state, the bytes beyond it at the second step's peak, and its kernels."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         parameters = [nn.Parameter(torch.empty(_SIDE, _SIDE)) for _ in range(count)]
         optimizer = make(parameters)

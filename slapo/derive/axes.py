@@ -1,9 +1,9 @@
-"""Dimensions of tensors as products of axes.
+"""Tensor dimensions as products of axes.
 
-Every dimension of a parameter begins as one axis. Operations of a model then say which dimensions
-are the same: a view splits an axis into a product of two, a product of matrices unifies those that
-it multiplies, a split cuts an axis into blocks. In the end the heads of an attention block are one
-axis of all its weights, and features within a head another one.
+Every dimension of a parameter starts as one axis. Operations then identify dimensions: a view
+splits an axis into a product of two, a matrix product unifies the contracted axes, and a split cuts
+an axis into blocks. In the end the heads of an attention block are one axis of all its weights, and
+the features of a head another.
 """
 
 from __future__ import annotations
@@ -16,50 +16,45 @@ from math import prod
 class Axis:
     """One axis of tensors; several become one as operations unify them.
 
-    Parameters
-    ----------
-    size
-        Number of elements along it.
-    whole
-        Why it cannot be sharded; empty if it can.
+    `whole` is the reason why it cannot be sharded, or ``""``.
     """
 
     __slots__ = ("_same_as", "blocks", "name", "product", "size", "whole")
 
     def __init__(self, size: int, whole: str = "") -> None:
         self.size, self.whole = size, whole
-        #: of a parameter, where it was seen first: the same in every run and on every rank
+        #: where it was first seen in a parameter: the same in every run and on every rank
         self.name = ""
-        #: axes that it is the product of, from the outermost
+        #: axes that it is the product of, outermost first
         self.product: Term | None = None
         #: terms that it is the concatenation of
         self.blocks: list[Term] | None = None
         self._same_as: Axis | None = None
 
     def merge_into(self, other: Axis) -> None:
-        """Become another axis."""
+        """Unify with another axis, which replaces this one."""
         self._same_as = other
 
     @property
     def final(self) -> Axis:
-        """The axis that it has become."""
+        """The axis that this one was merged into, or itself."""
         axis = self
         while axis._same_as is not None:
             axis = axis._same_as
         return axis
 
 
-#: A dimension: its axes from the outermost.
+#: A dimension: its axes, outermost first.
 Term = tuple[Axis, ...]
 
 
 def fresh(size: int, whole: str = "") -> Term:
-    """A dimension that nothing is known of."""
+    """Return a dimension of one new axis."""
     return (Axis(size, whole),)
 
 
 def factors(term: Iterable[Axis]) -> list[Axis]:
-    """The axes of a dimension as they are now, without those of size 1."""
+    """Return the current axes of a dimension, without those of size 1."""
     found: list[Axis] = []
     for axis in term:
         if axis._same_as is not None:
@@ -72,7 +67,7 @@ def factors(term: Iterable[Axis]) -> list[Axis]:
 
 
 def size_of(term: Iterable[Axis]) -> int:
-    """The size of a dimension."""
+    """Return the size of a dimension."""
     size = 1
     for axis in term:
         size *= axis.size
@@ -80,9 +75,9 @@ def size_of(term: Iterable[Axis]) -> int:
 
 
 def keep_whole(term: Iterable[Axis], why: str) -> None:
-    """Note that no axis of a dimension can be sharded."""
+    """Mark all axes of a dimension as not shardable."""
     for axis in factors(term):
-        if not axis.whole:  # else its blocks are, too
+        if not axis.whole:  # else its blocks are marked already
             axis.whole = why
             for block in axis.blocks or ():
                 keep_whole(block, why)
@@ -94,9 +89,9 @@ def _split(axis: Axis, outer: int) -> Term:
     return axis.product
 
 
-# --- the same axis ------------------------------------------------------------------------------
+# --- unification --------------------------------------------------------------------------------
 def unify(first: Iterable[Axis], second: Iterable[Axis], why: str) -> None:
-    """Make two dimensions the same, or keep both whole if their axes do not fit."""
+    """Unify two dimensions, or keep both replicated if their axes do not fit."""
     left, right = factors(first), factors(second)
     while left and right:
         a, b = left[0], right[0]
@@ -114,7 +109,7 @@ def unify(first: Iterable[Axis], second: Iterable[Axis], why: str) -> None:
 
 
 def _merge(a: Axis, b: Axis, why: str) -> None:
-    """Make two axes of one size the same, block by block."""
+    """Unify two axes of one size, block by block."""
     if a is b:
         return
     whole = a.whole or b.whole
@@ -145,7 +140,7 @@ def _ends(blocks: Sequence[Term]) -> list[int]:
 
 # --- blocks -------------------------------------------------------------------------------------
 def concatenated(blocks: Sequence[Term]) -> Term:
-    """The dimension of a concatenation."""
+    """Return the dimension of a concatenation."""
     blocks = [block for block in blocks if size_of(block)]
     if len(blocks) == 1:
         return blocks[0]
@@ -157,7 +152,7 @@ def concatenated(blocks: Sequence[Term]) -> Term:
 
 
 def cut(term: Term, sizes: Sequence[int]) -> list[Term] | None:
-    """The blocks of a dimension; None if an axis would be cut that is not its outermost."""
+    """Cut a dimension into blocks; return None if that would cut an inner axis."""
     if len(sizes) == 1:
         return [term]
     if not all(sizes):
@@ -180,7 +175,7 @@ def cut(term: Term, sizes: Sequence[int]) -> list[Term] | None:
 
 
 def _cut_row(blocks: Sequence[Term], sizes: Sequence[int]) -> list[Term] | None:
-    """Neighboring blocks cut or joined, so that they have these sizes."""
+    """Cut or join adjacent blocks to the given sizes; None if impossible."""
     found: list[Term] = []
     left = list(blocks)
     for size in sizes:
@@ -203,7 +198,7 @@ def _cut_row(blocks: Sequence[Term], sizes: Sequence[int]) -> list[Term] | None:
 
 
 def carve(term: Iterable[Axis], sizes: Sequence[int]) -> list[Term] | None:
-    """The dimensions of a view that has these sizes; None if they do not follow the axes."""
+    """Return the dimensions of a view with these sizes; None if they do not follow the axes."""
     found: list[Term] = []
     left = factors(term)
     for size in sizes:
@@ -224,9 +219,9 @@ def carve(term: Iterable[Axis], sizes: Sequence[int]) -> list[Term] | None:
     return None if left else found
 
 
-# --- what a choice of axes makes of them ----------------------------------------------------------
+# --- effects of a choice of axes ----------------------------------------------------------------
 def axes_in(term: Iterable[Axis]) -> Iterator[Axis]:
-    """All axes of a dimension, those of its blocks instead of concatenations."""
+    """Yield all axes of a dimension; blocks replace their concatenation."""
     for axis in factors(term):
         if axis.blocks is None:
             yield axis
@@ -236,7 +231,7 @@ def axes_in(term: Iterable[Axis]) -> Iterator[Axis]:
 
 
 def concatenations_in(term: Iterable[Axis]) -> Iterator[Axis]:
-    """All axes of a dimension that are concatenations, those within blocks too."""
+    """Yield all axes of a dimension that are concatenations, including nested ones."""
     for axis in factors(term):
         if axis.blocks is not None:
             yield axis
@@ -244,17 +239,17 @@ def concatenations_in(term: Iterable[Axis]) -> Iterator[Axis]:
                 yield from concatenations_in(block)
 
 
-#: The axes to shard, as an ordered set: the same order on every rank.
+#: The axes to shard, as an ordered set: the order is the same on every rank.
 Chosen = dict[Axis, None]
 
 
 def is_sharded(term: Iterable[Axis], chosen: Chosen) -> bool:
-    """Return whether a dimension is sharded, in part at least."""
+    """Return whether a dimension is sharded, at least in part."""
     return any(axis in chosen for axis in axes_in(term))
 
 
 def local_size(term: Iterable[Axis], chosen: Chosen, ranks: int) -> int:
-    """The size of a dimension on one rank."""
+    """Return the size of a dimension on one rank."""
     total = 1
     for axis in factors(term):
         if axis.blocks is not None:
@@ -265,7 +260,7 @@ def local_size(term: Iterable[Axis], chosen: Chosen, ranks: int) -> int:
 
 
 def blocks_of(term: Iterable[Axis], chosen: Chosen) -> list[Term] | None:
-    """The parts of a sharded dimension that are cut each by itself; None if one is not cut."""
+    """Return the separately sharded parts of a dimension; None if a part is not sharded."""
     own = factors(term)
     for number, axis in enumerate(own):
         inner, outer = tuple(own[number + 1 :]), size_of(own[:number])

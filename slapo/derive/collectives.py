@@ -1,4 +1,4 @@
-"""Where a model with sharded axes communicates: sums of outputs, and of gradients."""
+"""Collectives of a model with sharded axes: sums of outputs and of gradients."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from slapo.derive.axes import Axis, Chosen, axes_in, is_sharded
 from slapo.derive.trace import Node, Trace
 
-#: Layers of which an operation on a partial sum adds a bias: rows, to which a sync adds it once.
+#: Layers that may add a bias to a partial sum: rows, where a sync adds the bias once.
 ROW_LAYERS = ("Linear", "Conv1D", "Conv1d", "Conv2d", "Conv3d")
-#: Operations that make a partial sum of a partial sum.
+#: Operations that turn a partial sum into a partial sum.
 _LINEAR = {"mul", "div", "neg", "view", "_unsafe_view", "reshape", "transpose", "permute", "t"}
 _LINEAR |= {"clone", "_to_copy", "detach", "alias", "unsqueeze", "squeeze", "expand", "bmm"}
 _LINEAR |= {"index_add", "index", "index_select", "index_copy", "index_put", "_index_put_impl"}
@@ -19,14 +19,14 @@ _LINEAR |= {"sub", "copy", "unbind", "where", "scatter_add", "masked_fill", "con
 _OF_ONE = {"mul", "div", "bmm"}
 _TOGETHER = {"add", "sub", "cat", "stack"}
 
-#: A gradient is whole on every rank, a partial sum, or some of each.
+#: Kinds of gradients: equal on every rank, a partial sum, or both by its uses.
 WHOLE, PARTIAL, MIXED = "whole", "partial", "mixed"
-#: Path of a module, and the argument by whose name a value comes in; none for its output.
+#: Path of a module, and the name of the argument that takes a value; ``""`` for its output.
 Point = tuple[str, str]
 
 
 class ImpossibleError(Exception):
-    """A choice of axes for which no module is known to communicate at."""
+    """Raised if a choice of axes has no module where it can communicate."""
 
     def __init__(self, why: str, axes: Iterable[Axis]) -> None:
         super().__init__(why)
@@ -35,27 +35,23 @@ class ImpossibleError(Exception):
 
 @dataclass
 class Collectives:
-    """Collectives of a model, by the paths of modules."""
+    """Collectives of a model, by module path."""
 
-    #: modules whose output is a partial sum, and summed
+    #: modules whose output is a partial sum and must be summed
     sums: dict[str, None] = field(default_factory=dict)
-    #: modules and arguments whose gradient is summed, and modules whose output's is
+    #: modules and arguments whose gradient is summed; ``""`` is the gradient of the output
     gradients: dict[Point, None] = field(default_factory=dict)
-    #: whole parameters whose gradient is partial, by the numbers of their values
+    #: replicated parameters with a partial gradient, by the indices of their values
     partial: dict[int, None] = field(default_factory=dict)
 
 
 def place(found: Trace, chosen: Chosen) -> Collectives:
-    """The collectives that make a model with sharded axes compute what it does in one process.
+    """Return the collectives that a model with sharded axes needs.
 
-    A sum over a sharded axis is a partial sum until the innermost module around it ends. Backward,
-    the gradient of a whole value is whole, partial, or both, by its uses; where it is both, it is
-    summed at the outermost modules that send back partial ones.
-
-    Raises
-    ------
-    ImpossibleError
-        If a partial sum meets something else within a module, or returns with other outputs.
+    A sum over a sharded axis stays partial until the innermost module around it ends. In the
+    backward pass the gradient of a replicated value is full, partial, or mixed. A mixed one is
+    summed at the outermost modules that return partial gradients. Raises ImpossibleError if a
+    partial sum is combined with other values, or returned with other outputs.
     """
     forward = _Forward(found, chosen)
     result = Collectives(forward.sums)
@@ -68,7 +64,7 @@ class _Forward:
 
     def __init__(self, found: Trace, chosen: Chosen) -> None:
         self.found = found
-        #: value -> whether it is sharded
+        #: value -> True if it is sharded
         terms = {id(term): term for value in found.values for term in value.dims}
         sharded = {key for key, term in terms.items() if is_sharded(term, chosen)}
         self.is_sharded = [not sharded.isdisjoint(map(id, v.dims)) for v in found.values]
@@ -107,12 +103,11 @@ class _Forward:
                 raise ImpossibleError(f"{node.name} takes a partial sum in {path!r}", axes)
 
     def is_whole(self, number: int) -> bool:
-        """Return whether a value is the same on every rank."""
         return not self.is_sharded[number] and number not in self.partial
 
 
 class _Backward:
-    """Gradients of whole values, from the outputs to the parameters."""
+    """Gradients of replicated values, from the outputs to the parameters."""
 
     def __init__(
         self, found: Trace, chosen: Chosen, forward: _Forward, result: Collectives
@@ -129,17 +124,17 @@ class _Backward:
                 self.consumers.setdefault(number, []).append(index)
             for number in node.outputs:
                 self.producers[number] = index
-        #: points at which nothing is summed: a place before them is better
+        #: points at which nothing is summed, since a place before them is better
         self.banned: set[Point] = set()
-        #: modules whose outputs' gradients are not summed, and values that were tried
+        #: modules whose output gradients are not summed, and values that were tried
         self.settled: set[str] = set()
         self.tried: set[tuple[int, tuple[Point, ...]]] = set()
 
     def place(self) -> None:
-        """Sum gradients at points until each whole parameter's is known."""
+        """Add sums of gradients until each replicated parameter's kind is known."""
         kinds: dict[int, str] = {}
         start = len(self.found.values) - 1
-        for _ in range(4 * len(self.found.nodes) + 100):  # each pass adds a point, or bans one
+        for _ in range(4 * len(self.found.nodes) + 100):  # each pass adds a point or bans one
             again = self._find_kinds(start, kinds)
             if again is None:
                 wrong = self._superfluous(kinds)
@@ -158,9 +153,9 @@ class _Backward:
                 self.result.partial[number] = None
 
     def _find_kinds(self, start: int, kinds: dict[int, str]) -> int | None:
-        """Fill in value -> kind of its gradient, from a value to the first one.
+        """Compute value -> kind of its gradient, from `start` down to the first value.
 
-        Returns the number of the value to go on from after points were added; None at the end.
+        Returns the index of the value to continue from after points were added, or None at the end.
         """
         for number in range(start, -1, -1):
             if not (self.found.values[number].needs_grad and self.is_whole(number)):
@@ -182,19 +177,19 @@ class _Backward:
         return None
 
     def _last_of(self, points: Iterable[Point], number: int) -> int:
-        """The last value whose gradient is another one after a change of some points."""
+        """Return the last value whose gradient changes with some points."""
         nodes = (node for point in points for node in self.at_point.get(point, ()))
         return max([number, *(value for node in nodes for value in node.inputs)])
 
     def _sent_back(self, index: int, number: int, kinds: dict[int, str]) -> str:
-        """The kind of gradient that a node gives to one of its inputs."""
+        """Return the kind of gradient that a node returns to one of its inputs."""
         node = self.found.nodes[index]
         if node.kind != "operation":
             (output,) = node.outputs
             if _point(node) in self.result.gradients:
                 return WHOLE
             if node.kind == "exit" and not self.is_whole(output):
-                return WHOLE  # cut behind a module that gathers
+                return WHOLE  # scattered after a module that gathers
             if not self.is_whole(output):
                 return PARTIAL
             return kinds.get(output, "")
@@ -206,7 +201,7 @@ class _Backward:
 
     # --- points ---------------------------------------------------------------------------------
     def _separate(self, number: int, kinds: dict[int, str]) -> None:
-        """Sum where a whole value, whose gradient is whole too, gets a partial one."""
+        """Sum the partial gradients of a replicated value that also gets full ones."""
         gradients = self.result.gradients
         before = len(gradients)
         try:
@@ -227,7 +222,7 @@ class _Backward:
             raise ImpossibleError(f"there is no module to sum gradients at behind {path!r}", {})
 
     def _sum_behind(self, number: int, kinds: dict[int, str]) -> None:
-        """Sum the gradient on every edge that gives back a partial one."""
+        """Sum the gradient on every edge that returns a partial one."""
         for index in self.consumers.get(number, ()):
             node = self.found.nodes[index]
             kind = self._sent_back(index, number, kinds)
@@ -247,7 +242,7 @@ class _Backward:
                 raise ImpossibleError(why, axes)
 
     def _ends_whole_layer(self, node: Node) -> bool:
-        """Return whether it ends a layer with parameters, whose gradients would be partial."""
+        """Return whether a node ends a layer with parameters whose gradients would be partial."""
         call = node.call
         own = [f"{call.path}.{name}" for name, _ in call.module.named_parameters(recurse=False)]
         return (
@@ -259,7 +254,7 @@ class _Backward:
         )
 
     def _sum_at_consumers(self, exit_node: Node, consumers: list[int]) -> None:
-        """Sum at the one module that a layer's output goes into, or else at that output."""
+        """Sum at the only module that takes a layer's output, or else at that output."""
         nodes = [self.found.nodes[index] for index in consumers]
         points = {_point(node): None for node in nodes}
         are_entries = all(node.kind == "entry" and node.name for node in nodes)
@@ -269,7 +264,7 @@ class _Backward:
             self.result.gradients[_point(exit_node)] = None
 
     def _superfluous(self, kinds: dict[int, str]) -> list[Point]:
-        """Points that sum what is not partial: a module is entered alike each time it runs."""
+        """Return points with a sum of a gradient that is not partial in some call of the module."""
         wrong: dict[Point, None] = {}
         for node in self.found.nodes:
             if node.kind == "operation" or _point(node) not in self.result.gradients:
@@ -283,9 +278,10 @@ class _Backward:
                 wrong[_point(node)] = None
         return list(wrong)
 
-    # --- what is behind a value -------------------------------------------------------------------
+    # --- consumers of a value
+    # ----------------------------------------------------------------------
     def _behind(self, number: int) -> list[int]:
-        """Nodes that whole values go through on their way from here, up to points."""
+        """Return the nodes that replicated values pass through from here, up to points."""
         found: dict[int, None] = {}
         todo, seen = [number], set[int]()
         while todo and len(seen) < 400:
@@ -301,7 +297,7 @@ class _Backward:
         return list(found)
 
     def _points_behind(self, number: int) -> tuple[Point, ...]:
-        """Points that may stand before a value instead."""
+        """Return the points that a sum before the value could replace."""
         points = {_point(self.found.nodes[index]): None for index in self._behind(number)}
         return tuple(sorted(point for point in points if point in self.result.gradients))
 
@@ -311,7 +307,7 @@ class _Backward:
 
 
 def _point(node: Node) -> Point:
-    """Where a node would sum; of an operation, what is none."""
+    """Return the point at which a node would sum; operations have none."""
     if node.kind == "operation":
         return ("", "")
     return (node.call.path, node.name if node.kind == "entry" else "")

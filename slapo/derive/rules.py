@@ -1,4 +1,4 @@
-"""Rules: which dimensions of its arguments and results an operation makes the same axis."""
+"""Axis rules: the dimensions of its arguments and results that an operation identifies."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ Dims = list[Term]
 
 @dataclass
 class AxisCall(OperationCall):
-    """One call of an operation, as axis rules see it."""
+    """One call of an operation, as axis rules take it."""
 
-    #: the dimensions of each tensor among the arguments
+    #: the dimensions of each tensor argument
     axes: list[Dims]
-    #: for each of them, whether it is a parameter or a view of one
+    #: for each of them, True if it is a parameter or a view of one
     are_parameters: list[bool]
-    #: dimensions that it has summed over, of a parameter and what that is multiplied with
+    #: summed dimensions shared by a parameter and the tensor it is multiplied with
     contracted: list[Term] = field(default_factory=list)
 
     def axis(self, name: str = "dim", default: int = 0, more: int = 0) -> int:
-        """An argument that is a dimension of the first tensor, from 0."""
+        """Return an argument that is a dimension of the first tensor, as a nonnegative index."""
         return int(self.get(name, default)) % max(1, self.tensors[0].ndim + more)
 
     def same(self, first: Term, second: Term) -> None:
-        """Make two dimensions the same."""
+        """Identify two dimensions."""
         unify(first, second, self.name)
 
     def keep_whole(self, *terms: Term, why: str = "") -> None:
-        """Note that the operation needs all of these dimensions."""
+        """Keep dimensions replicated, as the operation needs all of each."""
         for term in terms:
             keep_whole(term, why or self.name)
 
@@ -60,7 +60,7 @@ class AxisCall(OperationCall):
             self.keep_whole(term, why=f"{self.name} of two activations sums over it")
 
     def unknown(self, why: str) -> list[Dims]:
-        """Keep all arguments and results whole."""
+        """Keep all arguments and results replicated."""
         for dims in self.axes:
             self.keep_whole(*dims, why=why)
         return [[fresh(size, why) for size in out.shape] for out in self.outs]
@@ -73,18 +73,18 @@ RULES: dict[str, AxisRule] = {}
 
 
 def register_axis_rule(operation: Any, rule: AxisRule) -> None:
-    """Say which axes an operation of your own leaves free, for :func:`slapo.draft`.
+    """Register which axes a custom operation leaves free, for :func:`slapo.draft`.
 
-    Without a rule a draft keeps all dimensions whole that the operation takes and returns.
+    Without a rule a draft replicates all dimensions of the operation's arguments and results.
 
     Parameters
     ----------
     operation
         ``torch.ops.mylib.gelu``, one of its overloads, or its name, ``"mylib::gelu"``.
     rule
-        Takes an ``AxisCall`` and returns the dimensions of each result, made of those in
-        ``call.axes``. ``call.same(a, b)`` says that two dimensions are one, ``call.keep_whole(a)``
-        that the operation needs all of one.
+        Function that takes an ``AxisCall`` and returns the dimensions of each result, made from
+        those in ``call.axes``. ``call.same(a, b)`` identifies two dimensions.
+        ``call.keep_whole(a)`` keeps one replicated.
 
     Examples
     --------
@@ -97,7 +97,7 @@ def register_axis_rule(operation: Any, rule: AxisRule) -> None:
 
 
 def apply_rule(call: AxisCall) -> list[Dims]:
-    """The dimensions of an operation's results."""
+    """Return the dimensions of an operation's results."""
     name = call.name
     if name in RULES:
         return RULES[name](call)
@@ -120,9 +120,9 @@ def _rule(*names: str) -> Callable[[AxisRule], AxisRule]:
     return enter
 
 
-# --- element by element ---------------------------------------------------------------------------
+# --- elementwise --------------------------------------------------------------------------------
 def _pointwise(call: AxisCall, out: Tensor) -> Dims:
-    """Dimensions that are not broadcast are the same."""
+    """Identify all dimensions that are not broadcast."""
     found: list[Term | None] = [None] * out.ndim
     for tensor, dims in zip(call.tensors, call.axes, strict=True):
         for number, term in enumerate(dims, out.ndim - tensor.ndim):
@@ -136,7 +136,7 @@ def _pointwise(call: AxisCall, out: Tensor) -> Dims:
     return [fresh(n) if t is None else t for t, n in zip(found, out.shape, strict=True)]
 
 
-#: Makers of new tensors, some of the size of another one.
+#: Operations that make new tensors, some with the size of another.
 MAKERS = {"zeros", "ones", "full", "empty", "empty_strided", "scalar_tensor"}
 MAKERS |= {"zeros_like", "ones_like", "full_like", "empty_like"}
 MAKERS |= {"new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"}
@@ -170,14 +170,14 @@ def _along(call: AxisCall) -> list[Dims]:
 
 
 def _resized(call: AxisCall, out: Tensor, dims: Dims) -> Dims:
-    """Dimensions of a result, with other ones where its size is another."""
+    """Return the dimensions of a result, with new ones where the size differs."""
     pairs = zip(dims, out.shape, strict=True)
     return [term if size_of(term) == size else fresh(size, call.name) for term, size in pairs]
 
 
 @_rule("tril", "triu", *OF_MATRICES)
 def _matrices(call: AxisCall) -> list[Dims]:
-    """Each matrix by itself."""
+    """Keep the matrix dimensions replicated, and identify the batch dimensions."""
     for dims in call.axes:
         call.keep_whole(*dims[-2:])
         for a, b in zip(call.axes[0][:-2], dims[:-2], strict=True):
@@ -190,7 +190,7 @@ def _matrices(call: AxisCall) -> list[Dims]:
 @_rule("logsumexp", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm")
 @_rule("nansum", "median")
 def _reduction(call: AxisCall) -> list[Dims]:
-    if len(call.tensors) == 2:  # max of two tensors
+    if len(call.tensors) == 2:  # elementwise max of two tensors
         return [_pointwise(call, call.outs[0])]
     dims, at = call.axes[0], call.dims()
     call.keep_whole(*(dims[each] for each in at))
@@ -260,7 +260,7 @@ def _squeezed(call: AxisCall) -> list[Dims]:
 
 @_rule("view_as_complex", "view_as_real")
 def _complex(call: AxisCall) -> list[Dims]:
-    """Real and imaginary parts are a last dimension of two."""
+    """Handle a last dimension of two, the real and imaginary parts."""
     dims = call.axes[0]
     if call.name == "view_as_real":
         return [[*dims, fresh(2, call.name)]]
@@ -350,7 +350,7 @@ def _stack(call: AxisCall) -> list[Dims]:
 
 # --- products -------------------------------------------------------------------------------------
 def _product(left: str, right: str, result: str) -> AxisRule:
-    """A product of matrices, by letters of their dimensions; before them perhaps what is added."""
+    """Return the rule of a product, given by dimension letters; an addend may come first."""
 
     def rule(call: AxisCall) -> list[Dims]:
         last = len(call.tensors)
@@ -379,7 +379,7 @@ RULES |= {"dot": _product("k", "k", ""), "outer": _product("m", "n", "mn")}
 
 @_rule("_grouped_mm")
 def _grouped(call: AxisCall) -> list[Dims]:
-    """Tokens of one expert after those of another, which `offs` says."""
+    """Handle grouped products: each expert's tokens follow those of the preceding one (`offs`)."""
     left, right = call.axes[:2]
     rows, experts, (k, n) = left[:-1], right[0], right[1:]
     if len(left) == len(right) == 3:
@@ -391,7 +391,7 @@ def _grouped(call: AxisCall) -> list[Dims]:
 
 
 def _attention(call: AxisCall) -> list[Dims]:
-    """Batch and heads are free; several heads of queries may share one of keys."""
+    """Leave batch and heads free; several query heads may share one key head."""
     four = [number for number, tensor in enumerate(call.tensors) if tensor.ndim == 4]
     q, k, v = (call.axes[number] for number in four[:3])
     for other in (k, v):
@@ -554,7 +554,7 @@ def _convolution(call: AxisCall) -> list[Dims]:
 
 
 def _spatial(call: AxisCall) -> list[Dims]:
-    """Pooling and the like, over as many of the last dimensions as the name says."""
+    """Keep the last dimensions replicated, as many as the name states (pooling and similar)."""
     dims = call.axes[0]
     first = len(dims) - int(next(letter for letter in call.name if letter.isdigit()))
     call.keep_whole(*dims[first:], why="positions of an image")
@@ -566,7 +566,7 @@ def _spatial_dims(out: Tensor, first: int) -> Dims:
 
 
 def in_place(first: Iterable[Term], second: Iterable[Term], name: str) -> None:
-    """A tensor that is written in place keeps its dimensions."""
+    """Unify the dimensions of a tensor with those of an in-place result."""
     for a, b in zip(first, second, strict=True):
         if factors(a) != factors(b):
             unify(a, b, name)

@@ -1,6 +1,6 @@
 """Runtimes that a schedule can be lowered to, as plug-ins.
 
-Those that Slapo ships are imported when a schedule is built for them: :func:`get_dialect_cls`.
+Slapo's own runtimes are imported when a schedule is built for them: :func:`get_dialect_cls`.
 """
 
 from typing import Any

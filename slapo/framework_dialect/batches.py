@@ -1,4 +1,4 @@
-"""From the batch of a data loader to the micro-batches of an engine."""
+"""Conversion of a data loader's batches to the micro-batches of an engine."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ _EXPECTED = (
 
 _LABELS = (torch.int64, torch.int32)
 
-#: Name or position of an argument -> the axis of its samples; None: all of it, in each micro-batch.
+#: Name or position of an argument -> axis of its samples; None: every micro-batch gets all of it.
 BatchDims = Mapping[str | int, int | None]
 
 
 class WeightedTargets(NamedTuple):
-    """Targets of a loss function, with the numbers of them that its mean is over."""
+    """Targets of a loss function, with the counts that weight its mean."""
 
     given: Any
-    #: of each sample
+    #: count of each sample
     counts: Tensor
-    #: the weight of one target in the batch of all replicas, times the number of replicas
+    #: weight of one target in the batch of all replicas, times the number of replicas
     each: Tensor
 
     @property
     def weight(self) -> Tensor:
-        """The share of these targets in the loss of a step."""
+        """Share of these targets in the loss of a step."""
         return self.counts.sum() * self.each
 
 
 class PaddedTargets(NamedTuple):
-    """Targets of the first samples of a micro-batch, behind which are copies of the last."""
+    """Targets of a micro-batch that is padded with a copy of its last sample."""
 
     given: Any
     samples: int
 
     def of_samples(self, output: Any) -> Any:
-        """The part of a model's output that is of these samples."""
+        """Remove the outputs of padding from a model's output."""
 
         def cut(tensor: Tensor) -> Tensor:
             is_padded = tensor.dim() > 0 and tensor.shape[0] == self.samples + 1
@@ -64,10 +64,10 @@ class PaddedTargets(NamedTuple):
 
 
 def target_counts(batch: Batch, shifts: bool) -> Tensor | None:
-    """For each sample the number of targets that a mean is over; None where it cannot be known.
+    """Number of targets per sample that a mean is over; None if it cannot be determined.
 
-    These are the model's own ``labels``, of which it leaves out the first token if it `shifts`
-    them, or else the targets of the loss function, if they are integers.
+    Counts the model's own ``labels``, without the first token if it `shifts` them, or else the
+    targets of the loss function, if they are integers.
     """
     own = batch.kwargs.get("labels")
     labels = batch.targets if own is None else own
@@ -88,12 +88,12 @@ class Batch:
     kwargs: dict[str, Any]
     targets: Any
     dims: BatchDims = field(default_factory=dict)
-    #: the axes of the batch that this is a part of
+    #: sample axes, known from the batch that this is a part of
     known_axes: tuple[int | None, ...] | None = None
 
     @classmethod
     def of(cls, batch: Any, device: torch.device | str, dims: BatchDims | None = None) -> Batch:
-        """Take apart what a data loader yields, on a device."""
+        """Unpack a batch of a data loader, and move it to a device."""
         inputs, targets = _pair(batch)
         args, kwargs = _arguments(inputs)
         given = (args, kwargs, targets)
@@ -101,7 +101,7 @@ class Batch:
         return cls(args, kwargs, targets, dims or {})
 
     def cast(self, dtype: torch.dtype | None) -> Batch:
-        """Arguments of floating point in another dtype; None leaves them."""
+        """Cast floating-point arguments to a dtype; None leaves them."""
         if dtype is None:
             return self
 
@@ -111,24 +111,24 @@ class Batch:
         return replace(self, args=_map(cast, self.args), kwargs=_map(cast, self.kwargs))
 
     def weight(self) -> int:
-        """Number of samples in an evaluation: that of the targets where inputs are of several."""
+        """Number of samples for an evaluation; if inputs differ in length, that of the targets."""
         lengths = _lengths(self.targets) or _lengths((self.args, self.kwargs))
         return lengths.pop() if len(lengths) == 1 else 1
 
     def samples(self) -> int:
-        """Number of samples along the axes that are cut."""
+        """Number of samples along the axes that are split."""
         leaves = zip(_leaves((self.args, self.kwargs)), self.axes, strict=True)
         sizes = (leaf.shape[axis] for leaf, axis in leaves if axis is not None)
         return next(sizes, None) or max(_lengths(self.targets), default=0)
 
     def part(self, start: int, length: int) -> Batch:
-        """Some of the samples, as views; what has no axis of samples stays."""
+        """Return a range of samples as views; tensors without a sample axis are kept."""
         cut = self._along(lambda leaf, axis: leaf.narrow(axis, start, length))
         targets = _map(lambda t: t.narrow(0, start, length) if t.dim() else t, self.targets)
         return replace(cut, targets=targets)
 
     def _along(self, change: Callable[[Tensor, int], Tensor]) -> Batch:
-        """The batch with other inputs: what `change` makes of each and its axis of samples."""
+        """Return the batch with `change` applied to each input and its sample axis."""
         leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
         changed = [
             leaf if axis is None else change(leaf, axis)
@@ -138,9 +138,10 @@ class Batch:
         return replace(self, args=args, kwargs=kwargs, known_axes=self.axes)
 
     def cut(self, micro_batches: int, pads: bool = False) -> list[Batch]:
-        """Parts of equal sizes, or where that cannot be the last ones with a sample less.
+        """Split into equal parts; if that is impossible, the last parts have one sample less.
 
-        With `pads`, these get a copy of their last sample, whose outputs the loss does not see.
+        With `pads`, these get a copy of their last sample, whose outputs are not passed to the
+        loss.
         """
         if micro_batches == 1:
             return [self]
@@ -153,7 +154,7 @@ class Batch:
         return parts
 
     def first(self, micro_batches: int) -> Batch:
-        """The first of so many parts, of which none is larger."""
+        """Return the first of so many parts; no other part is larger."""
         if micro_batches == 1:
             return self
         length, longer = self._part_size(micro_batches)
@@ -165,14 +166,14 @@ class Batch:
 
         padded = self._along(longer)
         labels = padded.kwargs.get("labels")
-        if isinstance(labels, Tensor) and labels.dtype in _LABELS:  # of the model's own loss
+        if isinstance(labels, Tensor) and labels.dtype in _LABELS:  # labels of the model's own loss
             labels[samples:] = IGNORED
         return replace(padded, targets=PaddedTargets(self.targets, samples))
 
     def cut_unevenly(self, micro_batches: int) -> list[tuple[Batch, int]]:
-        """Batches that are cut in equal parts one after the other, and in how many.
+        """Split into batches of equal parts; returns each with its number of parts.
 
-        Any number of samples can be cut so: a last part may be smaller than the others.
+        Any number of samples can be split: a last part may be smaller than the others.
         """
         if micro_batches == 1:
             return [(self, 1)]
@@ -185,7 +186,7 @@ class Batch:
         return parts + ([(self.part(full * length, rest), 1)] if rest or not full else [])
 
     def _part_size(self, micro_batches: int) -> tuple[int, int]:
-        """The size of parts, and how many are larger by one."""
+        """Size of the parts, and number of parts that are larger by one."""
         size = self.samples()
         if size < micro_batches:
             raise ValueError(
@@ -197,7 +198,7 @@ class Batch:
 
     @functools.cached_property
     def axes(self) -> tuple[int | None, ...]:
-        """The axis of the samples of each leaf of the arguments; None where it is not cut."""
+        """Sample axis of each leaf of the arguments; None for leaves that are not split."""
         if self.known_axes is not None:
             return self.known_axes
         named = list(self._named_leaves())
@@ -206,7 +207,7 @@ class Batch:
             for _, argument, leaf in named
             if (axis := self.dims.get(argument)) is not None and isinstance(leaf, Tensor)
         }
-        # Targets have their samples in front; without them, inputs have.
+        # The first axis of targets is that of samples; without targets, so is that of inputs.
         sizes = _lengths(self.targets) | declared or {
             t.shape[0] for _, name, t in named if _is_cut(t) and name not in self.dims
         }
@@ -232,9 +233,10 @@ class Batch:
         return axes
 
     def check_totals(self) -> None:
-        """Refuse to cut ends of documents in the whole batch, as kernels of packed ones take them.
+        """Refuse to split cumulative lengths of packed documents, which refer to the full batch.
 
-        They look like one number for each sample, and their values are read: in new forms only.
+        They look like one integer per sample. The check reads their values, so it runs for new
+        forms only.
         """
         leaves = list(self._named_leaves())
         tokens = {t.shape[0] * t.shape[1] for _, _, t in leaves if _is_cut(t) and t.dim() > 1}
@@ -255,7 +257,7 @@ class Batch:
                 )
 
     def _named_leaves(self) -> Iterator[tuple[str, str | int, Any]]:
-        """The path of each leaf of the arguments, its argument, and the leaf."""
+        """Yield the path of each leaf of the arguments, its argument, and the leaf."""
         paths = pytree.tree_flatten_with_path((self.args, self.kwargs))[0]
         for (_, first, *rest), leaf in paths:
             key: Any = first
@@ -263,7 +265,7 @@ class Batch:
             yield f"inputs{pytree.keystr((first, *rest))}", argument, leaf
 
     def _sizes(self) -> str:
-        """First size of each tensor, by its place in the batch."""
+        """First size of each tensor, by its path in the batch."""
         targets = pytree.tree_flatten_with_path(self.targets)[0]
         named = [(path, leaf) for path, _, leaf in self._named_leaves()]
         named += [(f"targets{pytree.keystr(path)}", leaf) for path, leaf in targets]
@@ -281,12 +283,13 @@ def _is_cut(leaf: Any) -> bool:
 
 
 def _axis_of(path: str, leaf: Any, size: int) -> int | None:
-    """The axis of a tensor's samples, of which there are so many; None where there is nothing."""
+    """Axis of a tensor that has `size` samples; None if there is no axis."""
     if not _is_cut(leaf):
         return None
     shape = tuple(leaf.shape)
     axes = [axis for axis, length in enumerate(shape) if length == size]
-    # Samples come first, but for indices such as the positions of three axes of an image.
+    # Samples come first, except in integer tensors of three or more dimensions, such as the
+    # positions along three axes of an image: these must be unambiguous.
     if len(axes) == 1 or (axes[:1] == [0] and (len(shape) < 3 or leaf.is_floating_point())):
         return axes[0]
     which = f"{len(axes)} of its axes have" if axes else "none of its axes has"
@@ -298,7 +301,7 @@ def _axis_of(path: str, leaf: Any, size: int) -> int | None:
 
 
 def next_batch(data_iter: Iterator[Any]) -> Any:
-    """Take one batch, as it is."""
+    """Return the next batch unchanged."""
     if not isinstance(data_iter, Iterator):
         remedy = (
             "pass iter() of it, made once, not for every step"
@@ -315,17 +318,17 @@ def next_batch(data_iter: Iterator[Any]) -> Any:
 
 
 class BatchCheck:
-    """Refuses batches that differ among the ranks that must have the same one.
+    """Refuses batches that differ among ranks that must have the same one.
 
-    The pipeline and tensor-parallel ranks of one data-parallel coordinate each load their batch.
-    Where their loaders have drifted apart, training would go on with wrong gradients. The ranks
-    compare shapes, types and a checksum of the bytes, in one small collective of theirs.
+    The pipeline and tensor-parallel ranks of one data-parallel coordinate each load their batch. If
+    their loaders drift apart, training continues with wrong gradients. The ranks compare shapes,
+    dtypes and a checksum of the bytes, in one small collective.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._dp = mesh.get_local_rank("dp")
         pp, dp, tp = mesh.shape
-        #: the ranks of this data-parallel coordinate; None where there is but one
+        #: the ranks of this data-parallel coordinate; None if there is only one
         self.group: dist.ProcessGroup | None = None
         if pp > 1 and tp > 1:
             self.group = group_among([mesh.mesh[:, d].flatten().tolist() for d in range(dp)])
@@ -333,7 +336,7 @@ class BatchCheck:
             self.group = mesh.get_group("pp" if tp == 1 else "tp")
 
     def check(self, what: str, batch: Batch | None, error: Exception | None) -> None:
-        """Raise on all of these ranks if one has another batch than the first, or an error."""
+        """Raise on all of these ranks if one has an error, or another batch than the first."""
 
         def ready() -> None:
             if error is not None:
@@ -357,14 +360,14 @@ class BatchCheck:
 
 
 def batch_digest(batch: Any) -> tuple[int, int]:
-    """Two numbers that tell batches apart: one of their form, one of their tensors' bytes."""
+    """Two integers that identify a batch: a hash of its form, and one of its tensors' bytes."""
     sums = [checksum(leaf) for leaf in _leaves(batch) if isinstance(leaf, Tensor)]
     contents = torch.stack([s.cpu() for s in sums]).tolist() if sums else []
     return zlib.crc32(_describe(batch).encode()), zlib.crc32(str(contents).encode())
 
 
 def _describe(batch: Any) -> str:
-    """Shapes and types of a batch."""
+    """Shapes and dtypes of a batch."""
     shown = []
     for leaf in _leaves(batch):
         if isinstance(leaf, Tensor):
@@ -412,7 +415,7 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _map(fn: Callable[[Tensor], Tensor], nest: Any) -> Any:
-    """Apply `fn` to the tensors of a nest; mappings that torch does not know become dicts."""
+    """Apply `fn` to the tensors of a nest; mappings unknown to torch's pytree become dicts."""
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, Mapping):

@@ -1,4 +1,4 @@
-"""The interface of engines to their users: the same on every target."""
+"""The user interface of engines, the same on every target."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ logger = get_logger("slapo")
 
 
 class Engine:
-    """A model that trains. Every runtime's engine offers this, so scripts change the target only.
+    """A model that trains. All engines share this interface, so scripts change only the target.
 
     Attributes
     ----------
@@ -64,15 +64,15 @@ class Engine:
         The part that runs in this process: the model, or its stage or stages.
     mesh : DeviceMesh
     optimizer, scheduler : Any
-        None if none was asked for.
+        None if `build` was given none.
     grad_norm : Tensor or None
-        The norm of the whole model's gradient at the last step, before it was clipped; None unless
-        ``clip_grad_norm`` asks for it (``math.inf`` to measure only).
+        Norm of the full model's gradient at the last step, before clipping; None unless
+        ``clip_grad_norm`` is set (``math.inf`` only measures).
     step_count : int
-        Steps that the optimizer was asked for.
+        Number of optimizer steps requested so far.
     samples : int
-        Samples of batches that this replica has trained on by `train_batch`; after `load`, also its
-        part of those before.
+        Samples of batches that this replica has trained on by `train_batch`; after `load`, this
+        includes its part of the earlier ones.
     """
 
     #: coordinate along pp of the ranks that run the last stage
@@ -89,7 +89,7 @@ class Engine:
         self.step_count = self.samples = 0
         all_ranks_or_none("build", self._check_model)
         self.module._apply(self._moved)
-        #: parameters that stages share
+        #: parameters shared by several stages
         self.shared = share_over_mesh(lowering, self.mesh, options.sync_replicated, self._rank_of)
         self._naming_failures = naming_failures(options.mesh)
         self._batch_check = BatchCheck(options.mesh) if options.check_batches else None
@@ -101,9 +101,9 @@ class Engine:
         self._outputs: list[Any] | None = None
         self._shifts_labels = shifts_labels(lowering)
         self._has_warned = False
-        #: replicas that gather parameters from each other in each forward; None where none do
+        #: group of replicas that gather parameters from each other in each forward; else None
         self._gathering_group: dist.ProcessGroup | None = None
-        #: true if a forward is run for these only
+        #: true if a forward runs only because other replicas gather parameters from here
         self._is_idle = False
         self._backwards = 0
         self._form_before: Any = None
@@ -117,18 +117,18 @@ class Engine:
         """Refuse a model that this engine cannot train."""
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        """On this engine's device, unless it has no values yet; in float32 if that is asked for."""
+        """Move a tensor to the device, unless it is on meta; cast to float32 if requested."""
         is_cast = self.options.dtype is torch.float32 and tensor.is_floating_point()
         device = tensor.device if tensor.is_meta else self.device
         return tensor.to(device, torch.float32 if is_cast else None)
 
     def _rank_of(self, stage: int) -> int:
-        """Where along the pipeline a stage runs."""
+        """Coordinate along the pipeline of the rank that runs a stage."""
         return stage
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Errors of a step are explained: by the rank that failed first, by buffers' dtypes."""
+        """Explain errors of a step: by the rank that failed first, by dtypes of buffers."""
         half = self.options.half
         named = nullcontext() if half is None else buffers_named(self.module, half)
         with self._naming_failures(), named:
@@ -136,30 +136,30 @@ class Engine:
 
     # --- with a loss function ----------------------------------------------------------------
     def train_batch(self, data_iter: Iterator[Any]) -> Tensor:
-        """One step on the next batch: forward, backward, optimizer.
+        """Run one step on the next batch: forward, backward, optimizer.
 
         Parameters
         ----------
         data_iter
             Yields ``(inputs, targets)``: the batch of this data-parallel rank, the same on all of
             its pipeline and tensor-parallel ranks. Inputs are a tensor, a tuple of positional
-            arguments or a dict of keyword arguments of the model; targets are what ``loss_fn``
-            takes. Both are cut along the first dimension in the micro-batches asked for.
+            arguments or a dict of keyword arguments of the model; targets are passed to
+            ``loss_fn``. Both are split into micro-batches along the first dimension.
 
         Returns
         -------
         Tensor
-            The loss: 0-dim, float32, the same on every rank. The mean over micro-batches and
-            data-parallel ranks, weighed by their targets (see ``loss_mean``); of a ``loss_fn`` that
-            counts, the quotient of both sums over these.
+            The loss: 0-dim, float32, the same on every rank. It is the mean over micro-batches and
+            data-parallel ranks, weighted by their targets (see ``loss_mean``). For a ``loss_fn``
+            that returns counts, it is the quotient of both sums over these.
 
         Raises
         ------
         ValueError, TypeError
-            If the batch cannot be cut in micro-batches.
+            If the batch cannot be split into micro-batches.
         SlapoError
-            If ranks got different batches, the model was not traced for such inputs, or a step
-            before has failed and left something that cannot be taken back.
+            If ranks got different batches, the model was not traced for such inputs, or an earlier
+            step failed in a way that cannot be undone.
         """
         with self._running():
             self._refuse_autocast("train_batch")
@@ -182,35 +182,35 @@ class Engine:
             return loss
 
     def _train(self, batch: Batch) -> Tensor:
-        """One step; an engine whose library does all of it at once overrides this."""
+        """Run one step; an engine whose library does all of it in one call overrides this."""
         self._forward_backward(batch)
         mean = self._begin_mean()
         self._optimizer_step(mean.scale())
         return mean.loss()
 
     def _begin_mean(self) -> PendingLoss:
-        """The loss of this step, and what gradients are to be multiplied by."""
+        """Start the reduction of this step's loss and of the factor for gradients."""
         return self._loss_mean.begin(self._tally, self.options.is_checked(self.step_count))
 
     def eval_batch(
         self, data_iter: Iterator[Any], return_outputs: bool = False
     ) -> Tensor | tuple[Tensor, list[Any]]:
-        """The loss on the next batch, in eval mode and without gradients.
+        """Compute the loss on the next batch, in eval mode and without gradients.
 
         Parameters
         ----------
         data_iter
-            See `train_batch`; a batch may have any number of samples here.
+            See `train_batch`; here a batch may have any number of samples.
         return_outputs
-            Whether to return what the model returned, too.
+            Also return the outputs of the model.
 
         Returns
         -------
         loss : Tensor
-            As that of `train_batch`; where there are no targets to count, samples weigh the same.
+            As for `train_batch`; without targets to count, samples have equal weights.
         outputs : list
-            If asked for: the model's output for each micro-batch, on the ranks that run the last
-            stage; empty on the others.
+            With `return_outputs`: the model's output for each micro-batch, on the ranks that run
+            the last stage; empty on the others.
         """
         with self._running():
             self._refuse_autocast("eval_batch")
@@ -230,7 +230,7 @@ class Engine:
                 self._outputs, self._is_idle = None, False
 
     def _run_along(self, cuts: list[tuple[Batch, int]]) -> None:
-        """Go on as long as other replicas have micro-batches: they gather parameters from here."""
+        """Run extra forwards while other replicas, which gather parameters from here, have data."""
         group = self._gathering_group
         if group is None or not has_peers(group):
             return
@@ -243,7 +243,7 @@ class Engine:
             self._evaluate(part.first(count), 1)
 
     def _among_replicas(self, batch: Batch, training: bool = False) -> AbstractContextManager[None]:
-        """For calls of the model: what a library needs if replicas go through different layers."""
+        """Context for calls of the model that a library needs if replicas use different layers."""
         return nullcontext()
 
     @contextmanager
@@ -257,24 +257,24 @@ class Engine:
                 module.training = mode
 
     def _forward_backward(self, batch: Batch) -> None:
-        """Losses and gradients of a batch, in ``options.micro_batches`` parts."""
+        """Compute losses and gradients of a batch, in ``options.micro_batches`` parts."""
         raise NotImplementedError
 
     def _evaluate(self, batch: Batch, parts: int) -> None:
-        """Losses of a batch in equal parts."""
+        """Compute losses of a batch in equal parts."""
         for part in batch.cut(parts):
             self._loss(part)
 
     def _loss(self, part: Batch) -> Tensor:
-        """The loss of a micro-batch, without a pipeline."""
+        """Compute the loss of a micro-batch, without a pipeline."""
         return self._loss_of(self._call(*part.args, **part.kwargs), part.targets)
 
     def _optimizer_step(self, scale: Tensor | None) -> None:
-        """One step of the optimizer on gradients that are to be multiplied by a number."""
+        """Multiply gradients by `scale`, if given, and run one step of the optimizer."""
         raise NotImplementedError
 
     def _load(self, what: str, data_iter: Iterator[Any], cut_evenly: bool) -> Batch:
-        """The next batch; whatever is wrong with it is an error on every rank that shares it."""
+        """Return the next batch; any fault in it is an error on every rank that shares it."""
         if self.options.loss_fn is None:
             raise SlapoError(f"{what} needs a loss; build with loss_fn=")
         batch, error = None, None
@@ -293,7 +293,7 @@ class Engine:
         return batch
 
     def _weighted(self, batch: Batch, training: bool) -> Batch:
-        """The batch, whose parts weigh as much in a mean loss as they have targets."""
+        """Weight the parts of a batch in a mean loss by their number of targets."""
         if self.options.loss_mean != "targets":
             return batch
         counts = target_counts(batch, self._shifts_labels)
@@ -309,7 +309,7 @@ class Engine:
         return replace(batch, targets=WeightedTargets(batch.targets, counts, each))
 
     def _weighted_by_samples(self, batch: Batch) -> Batch:
-        """The batch, whose parts of different sizes weigh as much as they have samples."""
+        """Weight the parts of a batch by their number of samples, if these differ."""
         parts = self.options.micro_batches
         if parts == 1 or batch.samples() % parts == 0:
             return batch
@@ -318,7 +318,7 @@ class Engine:
         return replace(batch, targets=WeightedTargets(batch.targets, counts, counts[0] / size))
 
     def _warn_of_padding(self, batch: Batch) -> None:
-        """Warn once of micro-batches of different lengths whose losses have equal weights."""
+        """Warn once if micro-batches of different lengths have equal weights in the loss."""
         mask = batch.kwargs.get("attention_mask")
         is_due = not self._has_warned and self.options.is_checked(self.step_count)
         if not is_due or not isinstance(mask, Tensor) or mask.dim() != 2:
@@ -333,12 +333,12 @@ class Engine:
             )
 
     def _check_form(self, batch: Batch, cut_evenly: bool) -> None:
-        """Refuse a batch that cannot be cut, and a call that the model does not take."""
+        """Refuse a batch that cannot be split, and a call that the model does not accept."""
         given = (batch.args, batch.targets)
         shapes = [tensor.shape for tensor in tensors((given, batch.kwargs))]
         form = call_key(given, batch.kwargs), shapes
         if (form, cut_evenly) == self._form_before:
-            return  # calls of one form fare alike
+            return  # a call of this form was checked before
         count = self.options.micro_batches
         if count > 1:
             batch.check_totals()
@@ -348,12 +348,12 @@ class Engine:
         self._samples_of_form = batch.samples() if count > 1 else batch.weight()
 
     def _check_places(self, part: Batch, with_loss: bool) -> None:
-        """The placement check, before anything has trained on the first batch."""
+        """Run the placement check before the first batch trains."""
         check, self.lowering.check_call = self.lowering.check_call, None
         if check is None:
             return
         if len(set(gathered(batch_digest(part), self.mesh.get_group("tp")))) > 1:
-            return  # each rank has tokens of its own, and the check knows nothing of them
+            return  # ranks have different tokens, which the check does not model
 
         def loss_of(output: Any) -> Tensor:
             assert self.options.loss_fn is not None, "checked before the batch was loaded"
@@ -369,7 +369,7 @@ class Engine:
             )
 
     def _as_plain(self) -> AbstractContextManager[None]:
-        """The model without what a library has put around it, for a call of stand-ins."""
+        """Context in which fake calls see the model without the wrappers of a library."""
         return nullcontext()
 
     def _check_call(self, part: Batch, training: bool) -> None:
@@ -377,7 +377,7 @@ class Engine:
             self.lowering.pipelined.bind(part.args, part.kwargs, training)
 
     def _loss_of(self, output: Any, targets: Any) -> Tensor:
-        """The loss of a micro-batch, which counts in this step's loss."""
+        """Compute the loss of a micro-batch, and add it to this step's loss."""
         assert self.options.loss_fn is not None, "checked before the batch was loaded"
         if self._is_idle:
             return torch.zeros((), device=self.device)
@@ -398,7 +398,7 @@ class Engine:
         return loss
 
     def _set_training(self) -> None:
-        """A model that arrives in eval mode, as ``from_pretrained`` leaves it, is to train."""
+        """Put the model in train mode: ``from_pretrained`` leaves it in eval mode."""
         parts: Sequence[nn.Module] = list(self.lowering.stages.values()) or [self.module]
         if not all(part.training for part in parts):
             logger.warning("train_batch puts the model, which is in eval mode, in train mode")
@@ -415,9 +415,9 @@ class Engine:
             return self._call(*part.args, **part.kwargs)
 
     def backward(self, loss: Tensor) -> None:
-        """Backward of the loss of a call; not with pipeline stages.
+        """Run backward of the loss of a call; not with pipeline stages.
 
-        Several of them before a `step` add up their gradients.
+        Several calls before a `step` accumulate their gradients.
         """
         self._refuse_pipeline("backward()")
         with self._running():
@@ -427,7 +427,7 @@ class Engine:
         self._backwards += 1
 
     def step(self) -> None:
-        """One step of the optimizer on the gradients of `backward`; not with pipeline stages."""
+        """Run one optimizer step on the gradients of `backward`; not with pipeline stages."""
         self._refuse_pipeline("step()")
         with self._running():
             self._check_ready("step()")
@@ -441,12 +441,12 @@ class Engine:
             self._refuse_nonfinite()
             self.step_count += 1
 
-    # Engines for pipelines have none of the next; nothing calls them there.
+    # Pipeline engines do not implement the following: nothing calls them there.
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
     def _check_backward(self) -> None:
-        """Refuse a backward that the library cannot add to the ones before."""
+        """Refuse a backward whose gradients the library cannot accumulate."""
 
     def _backward(self, loss: Tensor) -> None:
         raise NotImplementedError
@@ -460,7 +460,7 @@ class Engine:
         return is_checked and self.mesh.shape[2] > 1
 
     def _compare_gradients(self, gradient_of: Callable[[nn.Parameter], Tensor | None]) -> None:
-        """Refuse gradients of replicated parameters that differ; of the whole step."""
+        """Refuse gradients of replicated parameters that differ, once all have accumulated."""
         if self._compares_gradients():
             found = GradientCheck(self.module, self.mesh.get_group("tp"))
             for name, parameter in found.parameters.items():
@@ -475,7 +475,7 @@ class Engine:
             )
 
     def _refuse_autocast(self, what: str) -> None:
-        """Refuse a context of the user's, in which not all stages and losses would run."""
+        """Refuse a surrounding autocast context, which would not cover all stages and losses."""
         if torch.is_autocast_enabled(self.device.type):
             raise SlapoError(
                 f"{what} was called inside of torch.autocast; call it outside, and say at build "
@@ -497,14 +497,14 @@ class Engine:
         """Undo a failed step, or refuse further ones."""
         try:
             yield
-        except BaseException as error:  # as a key that interrupts
+        except BaseException as error:  # including KeyboardInterrupt
             self._backwards = 0
             if not self._discard_gradients():
                 self._failure = f"{type(error).__name__}: {str(error)[:200]}"
             raise
 
     def _refuse_nonfinite(self) -> None:
-        """A step that was left out, and whose gradients are gone, may be an error."""
+        """Raise if a step was skipped for a non-finite gradient and this is to be an error."""
         text, self._nonfinite = self._nonfinite, None
         if text is not None:
             raise on_every_rank(
@@ -516,20 +516,20 @@ class Engine:
             )
 
     def _discard_gradients(self) -> bool:
-        """Forget what a failed step has computed; whether that is possible."""
+        """Discard the results of a failed step; return whether that is possible."""
         return False
 
     # --- state -------------------------------------------------------------------------------
     def held(self) -> list[Held]:
-        """This rank's tensors, each once, and what of the original model they are."""
+        """This rank's tensors, each once, with their origins in the original model."""
         found = (holdings(m) for m in self.lowering.stages.values() or [self.lowering.model])
         return list({id(item.tensor): item for held in found for item in held}.values())
 
     def cells(self) -> dict[int, list[Held]]:
-        """The tensors that the optimizer steps on: id of a parameter -> what it keeps of it here.
+        """Tensors that the optimizer steps on: id of a parameter -> its cells on this rank.
 
-        That is the parameter itself, a copy in float32, or ranges of one in a flat tensor. The
-        state of the optimizer is laid out and sharded as they are.
+        A cell is the parameter itself, a float32 copy, or a range of it in a flat tensor. The state
+        of the optimizer has the layout and sharding of the cells.
         """
         if self.optimizer is None:
             return {}
@@ -537,21 +537,21 @@ class Engine:
         return {id(item.tensor): self._cells_of(item) for item in held}
 
     def _cells_of(self, held: Held) -> list[Held]:
-        """Where the optimizer keeps a parameter, as far as it is here."""
+        """Return the local tensors in which the optimizer keeps a parameter."""
         return [held]
 
     @contextmanager
     def steppers(self) -> Iterator[list[torch.optim.Optimizer]]:
-        """Torch's optimizers that step, with the cells for parameters."""
+        """Torch optimizers that run the step, with the cells as their parameters."""
         yield [] if self.optimizer is None else inner_optimizers(self.optimizer)
 
     def slots_changed(self) -> None:
-        """The optimizer's state has other tensors than before."""
+        """Notify the runtime that the tensors of the optimizer's state were replaced."""
 
     def fragments(self) -> Iterator[tuple[str, Held]]:
-        """Values of each tensor in the best precision that is kept here, and slots of its state.
+        """Yield each tensor in its highest local precision, and the slots of its optimizer state.
 
-        Yields ``""`` or the name of a slot, and the tensor with what of the model is in it.
+        Yields ``""`` or the name of a slot, and the tensor with its origin in the model.
         """
         cells = self.cells()
         with self.steppers() as steppers:
@@ -565,16 +565,16 @@ class Engine:
 
     @property
     def kind(self) -> str:
-        """The runtime, and what it shards; by which state is on the same ranks."""
+        """The runtime and its sharding; equal kinds keep optimizer state on the same ranks."""
         raise NotImplementedError
 
     @property
     def loss_scale(self) -> tuple[float, int] | None:
-        """The scale of a loss in float16, and the steps since it changed; None without one."""
+        """Loss scale for float16, and the steps since it changed; None without one."""
         return None
 
     def set_loss_scale(self, scale: float, steps: int) -> None:
-        """Have another scale and number of steps; for engines that have one."""
+        """Set the loss scale and its number of steps; only for engines that have one."""
 
     def save(
         self,
@@ -584,7 +584,7 @@ class Engine:
         keep: int | None = None,
         wait: bool = True,
     ) -> Saving:
-        """Save all that training goes on from, as ``run/step_00000100``. Every rank calls it.
+        """Save the full training state as ``run/step_00000100``. Every rank has to call this.
 
         Tensors are saved under the names and in the shapes of the original model, so that another
         layout, engine or schedule can resume.
@@ -592,27 +592,27 @@ class Engine:
         Parameters
         ----------
         run
-            A folder that all ranks see; it may hold steps from before, which stay.
+            A folder that all ranks can access; steps that it already holds stay.
         data
-            The iterator of batches; the state that its ``state_dict()`` returns is saved, too.
+            The iterator of batches; the result of its ``state_dict()`` is saved, too.
         keep
-            Remove all but so many of the last steps, once this one is complete.
+            Number of latest steps to keep; older ones are removed once this one is complete.
         wait
-            False copies the state and writes it beside training: one at a time, and an error is
+            False copies the state and writes it in the background, one save at a time. An error is
             raised by ``result()``, or by the next `save`.
 
         Returns
         -------
         Saving
-            Its ``step``, ``path``, ``done()`` and ``result()``.
+            With ``step``, ``path``, ``done()`` and ``result()``.
 
         Raises
         ------
         SlapoError
-            If a tensor comes from no original, ranks were given different folders, or the step is
-            saved already; on every rank, and nothing is overwritten.
+            If a tensor has no original, ranks were given different folders, or the step is saved
+            already; on every rank, and nothing is overwritten.
         OSError
-            If a file cannot be written; training can go on.
+            If a file cannot be written; training can continue.
         """
         with self._running():
             self.check_between_steps("engine.save")
@@ -625,23 +625,23 @@ class Engine:
     def load(
         self, run_or_step: str | os.PathLike[str], *, data: Any = None, only: str | None = None
     ) -> Resumed:
-        """Go on from what `save` has saved, at any layout and engine. Every rank calls it.
+        """Resume from a step of `save`, at any layout and on any engine. Every rank calls this.
 
         Parameters
         ----------
         run_or_step
-            The folder of a run, of which the last complete step is taken, or one step in it.
+            The folder of a run, whose last complete step is loaded, or of one step in it.
         data
-            Gets its state back by ``load_state_dict(state)``; where the number of replicas is
-            another one, by ``seek(samples)``.
+            Its state is restored by ``load_state_dict(state)``; if the number of replicas changed,
+            by ``seek(samples)``.
         only
-            ``"weights"`` leaves the optimizer, the scheduler, the step and random states alone.
+            ``"weights"`` leaves the optimizer, the scheduler, the step and random states unchanged.
 
         Returns
         -------
         Resumed
-            ``step``, ``samples`` that all replicas have seen, and ``notes`` on what cannot be as it
-            was, as random states at another layout.
+            ``step``, ``samples`` that all replicas have trained on, and ``notes`` on state that
+            cannot be restored, such as random states at another layout.
 
         Raises
         ------
@@ -660,13 +660,13 @@ class Engine:
                 raise
 
     def saving_group(self) -> dist.ProcessGroup | None:
-        """All ranks, for a thread that saves. A collective the first time."""
+        """Group of all ranks for a thread that saves. The first call is a collective."""
         if self._saving_group is None:
             self._saving_group = handle_of(dist.new_group(backend="gloo"))
         return self._saving_group.group
 
     def check_between_steps(self, what: str) -> None:
-        """Refuse an engine whose last step has failed, or is not over."""
+        """Refuse an engine whose last step has failed or is unfinished."""
         if self._failure is not None:
             raise SlapoError(
                 f"{what}: a step before has failed with {self._failure}; build a new engine, and "
@@ -679,25 +679,25 @@ class Engine:
             )
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters."""
+        """Parameters of this rank."""
         return self.module.parameters()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's tensors by their names in the model."""
+        """Tensors of this rank by their names in the model."""
         return self.lowering.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Put values in this rank's tensors, by their names in the model.
+        """Copy values into this rank's tensors, by their names in the model.
 
-        The optimizer goes on from them, also where it keeps copies in float32. Its own state is
-        that of before.
+        The optimizer continues from them, even where it keeps copies in float32. Its own state is
+        unchanged.
 
         Parameters
         ----------
         state
-            As `state_dict` gives it on this rank; names of other stages are passed over.
+            A dict like that of `state_dict` on this rank; names of other stages are ignored.
         strict
-            Whether every tensor needs a value, and every value a tensor.
+            Require a value for every tensor, and a tensor for every value.
 
         Raises
         ------
@@ -708,10 +708,10 @@ class Engine:
         self.renew_masters()
 
     def renew_masters(self) -> None:
-        """Copies of parameters that the optimizer keeps become those of the parameters."""
+        """Update the optimizer's copies of parameters from the parameters."""
 
     def fill_masters(self, loader: Loader) -> None:
-        """Read again, in its own precision, what the model has rounded and the optimizer keeps."""
+        """Read weights again into float32 copies, if the model's dtype has rounded them."""
         if loader.has_rounded:
             cells = (cell for kept in self.cells().values() for cell in kept)
             loader.fill(cell for cell in cells if cell.tensor.dtype == torch.float32)
@@ -727,7 +727,7 @@ class Engine:
 
     @property
     def stage_indices(self) -> Sequence[int]:
-        """The stages of this rank; stage 0 alone without a pipeline."""
+        """Stages of this rank; stage 0 alone without a pipeline."""
         return tuple(self.lowering.stages) or (0,)
 
     def __repr__(self) -> str:

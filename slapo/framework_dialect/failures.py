@@ -1,12 +1,12 @@
-"""The name of the rank that failed first, for every rank that meets a broken collective.
+"""Reports the rank that failed first on every rank whose collective breaks.
 
-A rank that fails leaves others in collectives. These break when its process ends, or time out when
-it hangs, and their error then shows a socket. The rank that fails therefore writes what happened in
-the job's store before it leaves its step, and a rank whose collective breaks looks there. A process
-that was killed has written nothing; the ranks of its machine see that it is gone.
+A failed rank leaves others in collectives. These break when its process ends, or time out if it
+hangs, and their own error mentions only a socket. So a failing rank records the failure in the
+job's store before it leaves its step, and a rank whose collective breaks reads it there. A killed
+process records nothing; the ranks on its machine detect that it is gone.
 
-Nothing runs beside the training: no thread, no signal, no exit. Processes are ended by what has
-started them, torchrun at once.
+Nothing runs beside the training: no thread, no signal handler, no exit. The launcher ends the
+processes; torchrun does so at once.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from slapo.agreement import (
 from slapo.errors import SlapoError
 from slapo.mesh import describe_rank
 
-# Seconds to wait for the word of others: ranks of other machines may see first who is gone.
+# Seconds to wait for reports: ranks on other machines may detect first which process is gone.
 _PATIENCE = 3.0
 
-# A store that has not answered by then is gone. Nothing here waits for a key.
+# A store that does not answer within this time is gone. No call here waits for a key.
 _STORE_TIMEOUT = timedelta(seconds=20)
 
 
 class Failures:
-    """Writes a failure here for the other ranks, and explains a broken collective by theirs."""
+    """Records a local failure for other ranks, and explains a broken collective by theirs."""
 
     def __init__(self, mesh: DeviceMesh, store: dist.Store, number: int) -> None:
-        # Not the mesh: it would keep all of the job's groups, and their threads, to the very end.
+        # Not the mesh: it would keep all groups of the job and their threads alive until exit.
         self._places = mesh.mesh
         self._rank = dist.get_rank()
         client: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch omits it
@@ -55,12 +55,12 @@ class Failures:
         self._failure = FirstFailure(self._store, self._rank)
         self._store.set(f"process/{self._rank}", json.dumps((_machine(), os.getpid())))
         self._has_reported = False
-        # Runs at the end of ordinary processes and of those that multiprocessing starts.
+        # Runs at the end of ordinary processes and of those started by multiprocessing.
         util.Finalize(None, self._report_uncaught, exitpriority=0)
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """A step: its failure is reported, or explained by the rank that failed before."""
+        """Record a failure of the step, or explain it by the rank that failed first."""
         try:
             yield
         except Exception as error:
@@ -69,13 +69,13 @@ class Failures:
             if is_broken_collective(error):
                 first_line = str(error).strip().partition("\n")[0]
                 text = f"{self._cause()}; this rank cannot go on, and noticed by: "
-                # Each of the others gets to know by itself.
+                # Every other rank detects the failure by itself.
                 raise on_every_rank(
                     SlapoError(f"{text}{type(error).__name__}: {first_line}")
                 ) from error
             self._report(error)
             raise
-        if self._has_reported:  # and was caught, on all ranks alike: training goes on
+        if self._has_reported:  # the error was caught on all ranks: training continues
             self._has_reported = False
             self._failure.forget()
 
@@ -85,15 +85,15 @@ class Failures:
         self._failure.tell(f"{self._describe(self._rank)} {what}")
 
     def _report_uncaught(self) -> None:
-        # At the end of the process: an error between two steps was not reported yet. The first is
-        # where a process of multiprocessing keeps it, the second where an ordinary one does.
+        # At exit: an error between two steps was not recorded yet. `sys.exc_info` has it in
+        # processes of multiprocessing, `sys.last_value` in ordinary ones.
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         if error is not None and not isinstance(error, SystemExit) and has_peers():
             self._report(error)
 
     def _cause(self) -> str:
         deadline = time.monotonic() + _PATIENCE
-        # The store goes with the process that keeps it, perhaps while we look.
+        # The store ends with the process that keeps it, perhaps during this loop.
         keeper = self._describe(0)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             keeper = "the launcher"
@@ -104,7 +104,7 @@ class Failures:
                 gone = set(range(dist.get_world_size())) - set(self._running())
                 if gone:
                     text = f"{self._describe(min(gone))} died without a word: its process is gone"
-                    self._failure.tell(text)  # unless something was told before
+                    self._failure.tell(text)  # no effect if a failure is recorded already
                 first = self._failure.told()
                 if first:
                     self._failure.wait_for_readers(self._running)
@@ -125,7 +125,7 @@ class Failures:
         return [rank for rank in range(dist.get_world_size()) if self._is_running(rank)]
 
     def _is_running(self, rank: int) -> bool:
-        """Return whether a process is there, as far as this machine can tell."""
+        """Return whether a process exists; True if it cannot be checked from this machine."""
         if not self._store.check([f"process/{rank}"]):
             return True
         machine, pid = json.loads(self._store.get(f"process/{rank}"))
@@ -133,7 +133,7 @@ class Failures:
             return True
         try:
             os.kill(pid, 0)
-        except OSError as error:  # or one that we may not signal
+        except OSError as error:  # the process may exist without permission to signal it
             return not isinstance(error, ProcessLookupError)
         return True
 
@@ -143,12 +143,12 @@ class Failures:
 
 _current: Failures | None = None
 _number = 0
-# The job that `_current` is for, by its store; not kept alive by us.
+# Store of the job that `_current` belongs to; not kept alive.
 _job: weakref.ref[dist.Store] | None = None
 
 
 def naming_failures(mesh: DeviceMesh) -> Callable[[], AbstractContextManager[None]]:
-    """The context of a step, see `Failures.named`; all ranks call this in one order."""
+    """Return the context of a step, see `Failures.named`; all ranks call this in one order."""
     global _current, _number, _job
     if not has_peers():
         return nullcontext
@@ -160,7 +160,7 @@ def naming_failures(mesh: DeviceMesh) -> Callable[[], AbstractContextManager[Non
 
 
 def _machine() -> str:
-    """A name that is the same for processes that see each other: their host and process ids."""
+    """Name shared by processes that see each other's process ids: host and PID namespace."""
     try:
         return f"{platform.node()}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not Linux

@@ -1,8 +1,8 @@
-"""A comparison of the gradients that each tensor-parallel rank computes for a replicated parameter.
+"""Comparison of replicated parameters' gradients over the tensor-parallel ranks.
 
-After a missing sync the gradient is partial, and differs from rank to rank. The ranks compare a few
+After a missing sync a gradient is partial and differs between ranks. The ranks compare a few
 values per gradient in one small collective: products with fixed random vectors from both sides.
-These differ on average as much as the gradients do; the norms of partial gradients can be alike.
+These differ on average as much as the gradients do, while norms of partial gradients can be equal.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from slapo.sharding.groups import handle_of
 from slapo.sharding.slicing import local_part
 from slapo.sharding.tags import is_tensor_parallel
 
-#: Random vectors for each gradient.
+#: Random vectors per gradient.
 _PRODUCTS = 4
 
-#: Kernels that add in any order, as those of embeddings on GPUs do, leave differences up to this
-#: part of a gradient; what is this part of the largest gradient is rounding in all of its digits.
+#: Kernels with nondeterministic order, such as embeddings on GPUs, cause differences up to
+#: `_TOLERANCE` of a gradient. Below `_ROUNDING` of the largest gradient, all digits are rounding.
 _TOLERANCE, _ROUNDING = 2e-2, 1e-5
 
 
 class GradientCheck:
-    """Compares gradients of the parameters that are replicated over the tensor-parallel ranks.
+    """Compares gradients of parameters that are replicated over the tensor-parallel ranks.
 
-    Gradients of several backward passes are added up.
+    Gradients of several backward passes accumulate.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
         self._handle = handle_of(group)
-        #: for each its products, and the norms of what was noted
+        #: parameter name -> products, and the sum of the norms of the noted gradients
         self._digests: dict[str, Tensor] = {}
         self.parameters: dict[str, Parameter] = {}
         if group is not None and has_peers(group):
@@ -47,7 +47,7 @@ class GradientCheck:
 
     @torch.no_grad()
     def note(self, name: str, gradient: Tensor | None) -> None:
-        """Take a gradient, or a part of it, of a parameter."""
+        """Add a gradient of a parameter, or a part of it."""
         if gradient is None:
             return
         own = local_part(gradient).detach().float()
@@ -62,17 +62,17 @@ class GradientCheck:
         self._digests[name] = self._digests.get(name, 0) + digest
 
     def compare(self) -> None:
-        """Raise on every rank where a gradient differs. A collective."""
+        """Raise on every rank if a gradient differs. A collective."""
         names = list(self._seeds)
         if not names:
             return
         none = torch.zeros(_PRODUCTS + 1)
-        # Read here, not in `note`: that would make the host wait at every gradient.
+        # Read here, not in `note`, which would synchronize the host at every gradient.
         found = torch.stack([self._digests.pop(name, none).cpu().double() for name in names])
         largest, smallest = extremes(found, self._handle.group)
         spread, norms = (largest - smallest)[:, :-1].amax(1), largest[:, -1]
         share = spread / norms.clamp(min=_ROUNDING * float(norms.max()) or 1)
-        # The last of the model are the first of the backward pass, next to the fault.
+        # The last parameters of the model are the first in the backward pass, closest to the fault.
         wrong = [names[i] for i in (share > _TOLERANCE).nonzero().flatten().tolist()][::-1]
         if wrong:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -94,13 +94,13 @@ def _replicated(module: nn.Module) -> Iterator[tuple[str, Parameter]]:
 
 
 def compare_first_gradients(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Compare each replicated parameter's first gradient at the end of the backward it comes in."""
+    """Compare each replicated parameter's first gradient at the end of its backward pass."""
     if any(map(is_tensor_parallel, module.parameters())):
         _FirstGradients(module, group)
 
 
 class _FirstGradients:
-    """Hooks on the parameters, which keep it until each has had its gradient."""
+    """Hooks on the parameters that keep this object alive until each has had its gradient."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
         self._check = GradientCheck(module, group)
@@ -109,14 +109,14 @@ class _FirstGradients:
             name: parameter.register_hook(partial(self._note, name))
             for name, parameter in self._check.parameters.items()
         }
-        self._check.parameters = {}  # or they would be kept by their own hooks
+        self._check.parameters = {}  # otherwise their own hooks would keep them alive
 
     def _note(self, name: str, gradient: Tensor) -> None:
         self._handles.pop(name).remove()
         self._check.note(name, gradient)
         if not self._is_due:
             self._is_due = True
-            # By its name private; DDP and FSDP complete gradients by it.
+            # Private by name, but DDP and FSDP finish their gradients by it.
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._compare)
 

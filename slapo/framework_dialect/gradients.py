@@ -1,11 +1,11 @@
 """Gradients between backward and the optimizer: averaged, tied, measured and clipped.
 
-For engines whose runtime leaves that to them. Every rank of a group has to call the collectives
-here in one order and with parameters in one order. Which parameters have a gradient may differ:
-what is missing on some ranks counts as zeros there, what is missing on all of them stays None.
+For engines whose runtime does not do this. Every rank of a group has to call these collectives in
+the same order, with parameters in the same order. Ranks may differ in which parameters have a
+gradient: one that is missing on some ranks counts as zeros there, one missing on all stays None.
 
-Gradients of half precision are added in float32: the sum of many replicas would otherwise lose the
-last bits that bfloat16 has, for half the traffic.
+Gradients of half precision are summed in float32: a sum over many replicas in bfloat16 would need
+half the traffic, but lose its last bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slapo.sharding.tags import SHARERS, is_tensor_parallel
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
-# As DDP has it: large enough for full bandwidth, small enough to overlap copies with traffic.
+# DDP's size: large enough for full bandwidth, small enough to overlap copies with traffic.
 _BUCKET_BYTES = 25 * 2**20
 
 
@@ -41,7 +41,7 @@ def reduce_gradients(
         return
     under_way: deque[Iterator[None]] = deque()
     for bucket in _buckets([p for p in distinct(params) if p.requires_grad], bucket_bytes):
-        # Two at a time, since each holds memory.
+        # At most two in flight, since each holds memory.
         if len(under_way) == 2:
             next(under_way.popleft(), None)
         reduction = _reduction(bucket, group, group.size() if mean else 1)
@@ -53,10 +53,9 @@ def reduce_gradients(
 
 @torch.no_grad()
 def sum_copies(copies: Sequence[Parameter], group: dist.ProcessGroup | None) -> None:
-    """Give every copy of a tied parameter the sum of the gradients of all of them.
+    """Set the gradient of every copy of a tied parameter to the sum over all copies.
 
-    `copies` are those of this rank; `group` has the ranks that hold one, and is None if all of them
-    are here.
+    `copies` are those of this rank; `group` contains the ranks with copies, None if all are here.
     """
     first, *others = copies
     for other in others:
@@ -71,7 +70,7 @@ def sum_copies(copies: Sequence[Parameter], group: dist.ProcessGroup | None) -> 
 
 @torch.no_grad()
 def share_copies(copies: Sequence[Parameter], group: dist.ProcessGroup | None) -> None:
-    """Give every copy of a tied parameter the values of the first one in `group`."""
+    """Set every copy of a tied parameter to the values of the first one in `group`."""
     first, *others = map(local_part, copies)
     if group is not None:
         dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
@@ -80,7 +79,7 @@ def share_copies(copies: Sequence[Parameter], group: dist.ProcessGroup | None) -
 
 
 def is_counted_slice(param: Tensor) -> bool:
-    """Return whether this rank counts a slice: the first of the ranks that hold it does."""
+    """Return whether this rank counts a shard: the first of the ranks that hold it does."""
     sharers = getattr(param, SHARERS, None)
     return is_tensor_parallel(param) and (sharers is None or _is_first(sharers.group))
 
@@ -95,11 +94,11 @@ def global_norm(
     counted: Callable[[Parameter], bool] = lambda param: True,
     tensor_parallel: Callable[[Parameter], bool] = is_counted_slice,
 ) -> Tensor:
-    """2-norm of the gradient of the whole model, as one process would see it; alike on all ranks.
+    """2-norm of the full model's gradient; equal to that of one process, and on all ranks.
 
-    A slice counts on each rank of `tp_group`, a replicated parameter once; `pp_group` holds the
-    other stages, and `shard_group` are the ranks among which FSDP2 has split its DTensors.
-    `counted` is False for all copies of a tied parameter but the first.
+    A shard counts on each rank of `tp_group`, a replicated parameter once. `pp_group` contains the
+    other stages, and `shard_group` is that of FSDP2's DTensors. `counted` is False for all copies
+    of a tied parameter but the first.
     """
     groups = [g for g in (tp_group, pp_group, shard_group) if g is not None and g.size() > 1]
     first_tp, first_shard = _is_first(tp_group), _is_first(shard_group)
@@ -111,7 +110,7 @@ def global_norm(
     every = distinct(params)
     grads = [local_part(p.grad) for p in every if p.grad is not None and is_mine(p)]
     device = every[0].device if every else device_of_world()
-    # Of one dtype on all ranks, whatever theirs are. Apple's accelerator has no float64.
+    # The same dtype on all ranks, independent of the gradients. Apple's accelerator has no float64.
     wide = torch.float32 if device.type == "mps" else torch.float64
     square = torch.zeros((), dtype=wide, device=device)
     for dtype, same in _by_kind(grads):
@@ -124,29 +123,29 @@ def global_norm(
 
 @torch.no_grad()
 def scale_gradients(params: Iterable[Parameter], factor: Tensor) -> None:
-    """Multiply gradients by a number, which is not read: that would make the host wait."""
+    """Multiply gradients by a tensor, without reading it: that would synchronize the host."""
     grads = [local_part(param.grad) for param in distinct(params) if param.grad is not None]
     for dtype, same in _by_kind(grads):
         torch._foreach_mul_(same, factor.to(same[0].device, _reduced_in(dtype)))
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor that brings a gradient's norm down to at most `max_norm`."""
-    # The small number is that of torch.nn.utils.clip_grad_norm_.
+    """Factor that reduces a gradient's norm to at most `max_norm`."""
+    # The epsilon is that of torch.nn.utils.clip_grad_norm_.
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def distinct(params: Iterable[Parameter]) -> list[Parameter]:
-    """Each parameter once, in order."""
+    """Return each parameter once, in order."""
     return list({id(param): param for param in params}.values())
 
 
 # --- buckets -------------------------------------------------------------------------------------
 def _reduction(params: list[Parameter], group: dist.ProcessGroup, divisor: int) -> Iterator[None]:
-    """Begin to sum gradients in one flat buffer; go on when the sums are wanted.
+    """Start summing gradients in one flat buffer; resume the generator to finish.
 
-    A count of the ranks that have each gradient rides along, so that every rank sends buffers of
-    the same layout, whatever its own gradients are.
+    The buffer ends with a count of ranks per gradient, so that every rank sends the same layout
+    even if its gradients differ.
     """
     parts, n = [local_part(param.detach()) for param in params], len(params)
     length = sum(part.numel() for part in parts) + n
@@ -161,7 +160,7 @@ def _reduction(params: list[Parameter], group: dist.ProcessGroup, divisor: int) 
     yield
     assert work is not None
     work.wait()
-    if not all(present):  # only then the counts are read
+    if not all(present):  # reading the counts synchronizes the host
         for param, count in zip(params, flat[-n:].tolist(), strict=True):
             if param.grad is None and count:
                 param.grad = torch.zeros_like(param)
@@ -193,7 +192,7 @@ def _buckets(params: list[Parameter], bucket_bytes: int) -> Iterator[list[Parame
 
 
 def _by_kind(tensors: Sequence[AnyTensor]) -> Iterator[tuple[torch.dtype, list[AnyTensor]]]:
-    """Tensors by device and dtype, as the fused operations want them."""
+    """Group tensors by device and dtype, as fused operations require."""
     kinds: dict[tuple[torch.device, torch.dtype], list[AnyTensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)

@@ -1,4 +1,4 @@
-"""Speed, size and memory of a training run, read from its log."""
+"""Speed, size and memory of a training run, parsed from its log."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED", re.I)
 _FAILED = re.compile(r"^Traceback \(most recent call last\)|ChildFailedError", re.MULTILINE)
-_MIB_OF = {"MiB": 1.0, "GB": 1024.0}  # DeepSpeed means a power of two
+_MIB_OF = {"MiB": 1.0, "GB": 1024.0}  # DeepSpeed's GB is a power of two
 
 # Lines of examples/train_3d.py, of DeepSpeed's timers and pipeline engine, and of Megatron-LM's
-# training loop. The first group is the number, the second its unit.
+# training loop. The first group is the value, the second its unit.
 _PARAMETERS = (
     r"parameters per rank: ([\d,]+)",
     r"STAGE_PARAMS=(\d+)",
@@ -36,18 +36,18 @@ _MEGATRON_STEP = re.compile(
 
 
 class LogSummary(NamedTuple):
-    """Figures of a run.
+    """Metrics of a run.
 
     Attributes
     ----------
     param_per_gpu
-        Parameters of the rank that has the most; 0 where the log does not say.
+        Parameters of the rank that has the most; 0 if the log does not have them.
     samples_per_sec
-        Of the whole job: the median over what was logged, so that a slow first step does not count.
+        Speed of the full job: the median over the log, so that a slow first step does not count.
     gpu_mem
         Largest peak of the tensors on an accelerator in MiB; 0.0 without one.
     error_code
-        0 for a run that went well, 1 for one that ran out of memory, 2 for any other that failed or
+        0 for a successful run, 1 for one that ran out of memory, 2 for any other that failed or
         logged no speed.
     """
 
@@ -58,16 +58,16 @@ class LogSummary(NamedTuple):
 
 
 class LogParser:
-    """Reads the logs of every target: ``get_dialect_cls("log_parser", target)``."""
+    """Parses the logs of every target: ``get_dialect_cls("log_parser", target)``."""
 
     @staticmethod
     def parse_log(log: str | os.PathLike[str]) -> LogSummary:
-        r"""Read a log.
+        r"""Parse a log.
 
         Parameters
         ----------
         log
-            The path of a file; or the text itself, which is a string with line breaks.
+            Path of a file; or the log itself, as a string with line breaks.
 
         Raises
         ------
@@ -102,7 +102,7 @@ class LogParser:
 
 
 def _numbers(patterns: tuple[str, ...], text: str) -> list[float]:
-    """Numbers that the patterns find, memory in MiB."""
+    """Values that match the patterns; memory in MiB."""
     found = [match.groups() for pattern in patterns for match in re.finditer(pattern, text)]
     return [
         float(number.replace(",", "")) * (_MIB_OF[unit[0]] if unit else 1.0)

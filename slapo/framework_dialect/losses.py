@@ -1,4 +1,4 @@
-"""The losses that loss functions return in a step, and their mean over the job."""
+"""Losses that loss functions return in a step, and their mean over the job."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from slapo.errors import SlapoError
 from slapo.framework_dialect.runtime import Lowering
 from slapo.wrapper import innermost
 
-# Of two tensor-parallel ranks' losses, relative to the larger: kernels that add up in no fixed
-# order are off by less, and a forgotten collective or another dropout mask by more.
+# Allowed relative difference between the losses of tensor-parallel ranks. Nondeterministic kernels
+# differ by less; a missing collective or another dropout mask differs by more.
 _SPREAD = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 3e-2}
 
 
 class LossAccumulator:
-    """The losses of one step on this rank.
+    """Losses of one step on this rank.
 
-    A loss function returns a mean, and `add` is given the weight of the micro-batch, by default the
-    same for all `parts` of a step; or it returns ``(sum, count)``, as of tokens that are no
-    padding, and the mean is that over all of them, wherever they are.
+    A loss function returns a mean, which `add` weights: by default equally for all `parts` of a
+    step. Or it returns ``(sum, count)``, for example of non-padding tokens, and the mean is over
+    all of these, on any rank.
     """
 
     def __init__(self, parts: int = 1) -> None:
         self.parts = parts
         self._losses: list[Tensor] = []
         self.count: Tensor | float = 0.0
-        #: true if the loss function counts; None before it was called
+        #: true if the loss function returns counts; None before its first call
         self.counts: bool | None = None
 
     def add(self, returned: Any, weight: Tensor | float | None = None) -> Tensor:
-        """Note what a loss function returned for a micro-batch; returns the root for backward."""
+        """Add a loss function's result for a micro-batch; returns the root for backward."""
         counts = isinstance(returned, (tuple, list)) and len(returned) == 2
         if self.counts not in (None, counts):
             raise ValueError(
@@ -50,7 +50,7 @@ class LossAccumulator:
             loss = _one_number(returned)
             share = 1 / self.parts if weight is None else weight
             if isinstance(share, Tensor):
-                # The mean over no targets is not a number.
+                # The mean over no targets is NaN.
                 loss = torch.where(share > 0, loss, 0)
             loss = loss * share
             self.count += share
@@ -59,7 +59,7 @@ class LossAccumulator:
 
     @property
     def total(self) -> Tensor:
-        """Sum of what was added."""
+        """Sum of the added losses."""
         if not self._losses:
             raise SlapoError(
                 "a rank of the last pipeline stage has no loss; its loss_fn was not run"
@@ -68,7 +68,7 @@ class LossAccumulator:
 
 
 def shifts_labels(lowering: Lowering) -> bool:
-    """Return whether the model's own loss compares each token with the label behind it."""
+    """Return whether the model's own loss compares each token with the next label."""
     pipelined = lowering.pipelined
     model: Any = lowering.model if pipelined is None else pipelined.whole
     own = getattr(model and innermost(model), "loss_function", None)
@@ -77,7 +77,7 @@ def shifts_labels(lowering: Lowering) -> bool:
 
 
 class LossReducer:
-    """The mean of the losses of a step over the job, for every rank.
+    """Mean of the losses of a step over the job, on every rank.
 
     `last` is the coordinate along pp of the ranks that run the last stage, `dtype` the one that the
     model computes in.
@@ -97,15 +97,15 @@ class LossReducer:
         self._spread = _SPREAD.get(dtype or torch.float32, 1e-3)
         # Apple's accelerator has no float64.
         self._wide = torch.float32 if device.type == "mps" else torch.float64
-        #: true if the loss function counts; None before this rank knows
+        #: true if the loss function returns counts; None before the first reduction
         self.counts: bool | None = None
 
     def begin(self, tally: LossAccumulator, check: bool) -> PendingLoss:
-        """Begin the one collective of the world that a step needs for its loss.
+        """Start the single collective of the world that a step needs for its loss.
 
-        With `check`, the losses of tensor-parallel ranks, which must be the same, are compared.
+        With `check`, the losses of tensor-parallel ranks are compared: they must be equal.
         """
-        # A row for each tensor-parallel rank, so that none hides another's: sum, count, mark.
+        # One row per tensor-parallel rank, so that none hides another: sum, count, flag.
         found = torch.zeros(self.tp, 3, dtype=self._wide, device=self._device)
         if self._is_last:
             total = tally.total
@@ -120,7 +120,7 @@ class LossReducer:
         return PendingLoss(self, found, work, check and self.tp > 1)
 
     def compare(self, means: list[float]) -> None:
-        """Refuse tensor-parallel ranks that computed different losses."""
+        """Raise if tensor-parallel ranks computed different losses."""
         low, high = min(means), max(means)
         if high - low > self._spread * max(abs(low), abs(high)):
             shown = ", ".join(f"{mean:.6g}" for mean in means)
@@ -135,22 +135,22 @@ class LossReducer:
 
 
 class PendingLoss:
-    """The mean of a step's losses while it is on its way; see :meth:`LossReducer.begin`."""
+    """Mean of a step's losses while the reduction runs; see :meth:`LossReducer.begin`."""
 
     def __init__(self, reducer: LossReducer, found: Tensor, work: Any, check: bool) -> None:
         self._reducer, self._found, self._work, self._check = reducer, found, work, check
         self._read: tuple[Tensor, Tensor | None] | None = None
 
     def scale(self) -> Tensor | None:
-        """The factor of gradients, before the optimizer's step: one where they are those of sums.
+        """Factor for gradients before the optimizer's step, if these belong to sums.
 
-        None where they are those of means. This is not waited for once it is known, so that the
-        optimizer's step hides the way.
+        None if they belong to means. Once that is established, it does not wait, so the optimizer's
+        step hides the reduction.
         """
         return None if self._reducer.counts is False and not self._check else self._wait()[1]
 
     def loss(self) -> Tensor:
-        """Without dimensions, float32, the same on every rank."""
+        """The 0-dim float32 loss, the same on every rank."""
         return self._wait()[0]
 
     def _wait(self) -> tuple[Tensor, Tensor | None]:
@@ -158,7 +158,7 @@ class PendingLoss:
             if self._work is not None:
                 self._work.wait()
             sums, counts, marks = self._found.unbind(1)
-            # Where nothing counts, sums are 0 and stay that.
+            # Where the count is 0, so is the sum.
             counts = torch.where(counts == 0, 1, counts)
             means = sums / counts
             if self._reducer.counts is None:
@@ -182,7 +182,7 @@ def _one_number(loss: Any) -> Tensor:
             f"loss_fn returned {shown}; it must return one number, the mean over a micro-batch, or "
             "(sum, count) of what the mean is over"
         )
-    # Each of these is a node of its own in the backward pass.
+    # Each operation adds a node to the backward pass, so reshape only if needed.
     loss = loss.reshape(()) if loss.dim() else loss
     return loss.float()
 

@@ -1,4 +1,4 @@
-"""From a user's functions to an optimizer and a scheduler, on all ranks or on none."""
+"""Creation of a user's optimizer and scheduler, on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from slapo.agreement import all_ranks_or_none, gathered, has_peers, on_every_ran
 from slapo.errors import SlapoError
 from slapo.framework_dialect.runtime import Lowering
 
-#: From a list of parameters, or of ``(name, parameter)``, to an optimizer.
+#: Function from a list of parameters, or of ``(name, parameter)``, to an optimizer.
 OptimizerFn = Callable[[list[Any]], Any]
 
 
 def make_optimizer(
     factory: OptimizerFn, named: Sequence[tuple[str, Parameter]], device: torch.device
 ) -> torch.optim.Optimizer:
-    """The user's optimizer over this rank's parameters. A collective of the world."""
+    """Create the user's optimizer over this rank's parameters. A collective of the world."""
     return all_ranks_or_none("optimizer", lambda: _make_optimizer(factory, named, device))
 
 
@@ -31,14 +31,14 @@ def place_steps(
     group: Callable[[], dist.ProcessGroup | None],
     flat: str | None = None,
 ) -> None:
-    """Let steps that need whole tensors have them, or refuse. A collective of the world.
+    """Gather full tensors for optimizers that need them, or refuse. A collective of the world.
 
-    `group` makes the group of the ranks among which the parts of each tensor lie; `flat` says why
-    the runtime cannot have whole tensors, if so.
+    `group` creates the group of ranks that hold the shards of each tensor. `flat` is the reason why
+    the runtime has no full tensors, if so.
     """
     if flat is None and not has_peers():
-        return  # nothing is split, and any optimizer will do
-    from slapo.sharding.whole_steps import (  # for builds with an optimizer only
+        return  # nothing is sharded, so any optimizer works
+    from slapo.sharding.whole_steps import (  # only for builds with an optimizer
         ELEMENT,
         MODEL,
         error_of_coupled_steps,
@@ -67,8 +67,8 @@ def place_steps(
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Optimizers that hold the state: one that has others as attributes hands its steps on."""
-    from slapo.sharding.whole_steps import steppers_of  # for who saves, or has slices
+    """Return the optimizers that hold the state: a wrapper passes its steps to them."""
+    from slapo.sharding.whole_steps import steppers_of  # only to save, or with shards
 
     found = steppers_of(optimizer)
     if optimizer not in found and any(optimizer.state.values()):
@@ -81,14 +81,14 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optim
 
 
 def make_scheduler(factory: Callable[[Any], Any] | None, optimizer: Any) -> Any:
-    """The user's scheduler; None without one. A collective of the world."""
+    """Create the user's scheduler; None without one. A collective of the world."""
     return all_ranks_or_none("lr_scheduler", lambda: _make_scheduler(factory, optimizer))
 
 
 def _make_optimizer(
     factory: OptimizerFn, named: Sequence[tuple[str, Parameter]], device: torch.device
 ) -> torch.optim.Optimizer:
-    # Where nothing is trained, an empty parameter: torch's optimizers refuse an empty list.
+    # If nothing is trained, an empty parameter: torch's optimizers refuse an empty list.
     given = list(named) or [("nothing", Parameter(torch.zeros(0, device=device)))]
     optimizer = factory(given if _wants_names(factory) else [p for _, p in given])
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -108,7 +108,7 @@ def _make_optimizer(
 def _wants_names(factory: OptimizerFn) -> bool:
     try:
         parameters = inspect.signature(factory).parameters
-    except (TypeError, ValueError):  # a callable without a signature that Python can read
+    except (TypeError, ValueError):  # a callable without a Python signature
         return False
     return next(iter(parameters), None) == "named_parameters"
 
@@ -122,7 +122,7 @@ def _make_scheduler(factory: Callable[[Any], Any] | None, optimizer: Any) -> Any
 
 
 def check_scheduler(scheduler: Any) -> None:
-    """Refuse what cannot be stepped after each batch."""
+    """Refuse a scheduler that cannot be stepped after each batch."""
     if not callable(getattr(scheduler, "step", None)):
         raise TypeError(
             f"lr_scheduler(optimizer) returned a {type(scheduler).__name__}; it must return a "

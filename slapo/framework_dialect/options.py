@@ -1,4 +1,4 @@
-"""Options that every runtime takes, checked before anything starts."""
+"""Options that every runtime takes, validated before anything starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slapo.mesh import grid_of
 #: ``loss_fn(output, targets)`` -> the mean over a micro-batch, or ``(sum, count)``.
 LossFn = Callable[[Any, Any], Any]
 
-#: Steps at the start that are checked, and the distance of those that are checked after them.
+#: Number of first steps that are checked, and the interval of later checks.
 CHECKED_STEPS, CHECK_EVERY = 3, 100
 
 Options = TypeVar("Options", bound="TrainingOptions")
@@ -31,14 +31,14 @@ Options = TypeVar("Options", bound="TrainingOptions")
 # --- the values that an option takes -------------------------------------------------------------
 @dataclass(frozen=True)
 class Rule:
-    """Values that an option takes; `expected` finishes the sentence "pass ..."."""
+    """Valid values of an option; `expected` completes the sentence "pass ..."."""
 
     is_valid: Callable[[Any], bool]
     expected: str
     error: type[Exception] = ValueError
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse another value."""
+        """Raise if the value is not valid."""
         if not self.is_valid(value):
             shown = repr(value)
             shown = shown if len(shown) < 60 else f"a {type(value).__name__}"
@@ -46,12 +46,12 @@ class Rule:
 
 
 def is_whole(value: Any) -> bool:
-    """Return whether it is a number from 1 up."""
+    """Return whether a value is a positive integer."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def is_number(value: Any) -> bool:
-    """Return whether it is a number; True and False are none."""
+    """Return whether a value is a number; bools are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -72,7 +72,7 @@ def _is_batch_dims(value: Any) -> bool:
 
 
 def one_of(*values: Any) -> Rule:
-    """The rule of an option with a few values."""
+    """Return the rule of an option with a few values."""
     shown = [repr(v) if isinstance(v, str) else str(v) for v in values]
     return Rule(lambda v: v in values, f"{', '.join(shown[:-1])} or {shown[-1]}")
 
@@ -90,44 +90,45 @@ class TrainingOptions:
         From :func:`slapo.init_mesh`, or another mesh over all processes whose dimensions are some
         of ``"pp"``, ``"dp"`` and ``"tp"``.
     loss_fn
-        ``loss_fn(output, targets)`` -> the mean loss of a micro-batch, or ``(sum, count)``: the
-        loss of a batch is then the quotient of both sums over all micro-batches and replicas,
-        whatever each of them counts.
+        ``loss_fn(output, targets)`` -> the mean loss of a micro-batch, or ``(sum, count)``. In the
+        second case the loss of a batch is the quotient of both sums over all micro-batches and
+        replicas, for any kind of count.
     loss_mean
-        The weights of mean losses: ``"targets"`` weights each micro-batch and replica by its number
-        of targets (the model's own ``labels`` in the inputs, or else integer targets, without those
-        of -100), ``"micro_batches"`` all equally. Batches without such targets have equal weights.
+        Weights of mean losses. ``"targets"`` weights each micro-batch and replica by its number of
+        targets: the model's own ``labels`` in the inputs, or else integer targets; targets of -100
+        are not counted. ``"micro_batches"`` weights all equally. Batches without such targets have
+        equal weights.
     optimizer
-        ``optimizer(parameters)`` -> a torch optimizer; called with a list of parameters, or of
-        ``(name, parameter)`` if its first argument is called ``named_parameters``, with the names
-        that the model has for them.
+        ``optimizer(parameters)`` -> a torch optimizer. The argument is a list of parameters, or of
+        ``(name, parameter)`` with names of the model if the first argument of the function is
+        called ``named_parameters``.
     micro_batches
-        Number of parts that a batch is cut in, equal or with a sample less in the last ones; each
-        tensor along its first axis, or along the only axis that has the size of the batch.
+        Number of parts that a batch is split into; the last ones may have one sample less. Each
+        tensor is split along its first axis, or along the only axis that has the size of the batch.
     batch_dims
-        The axis of the samples, for inputs where it is another or not the only one of that size:
-        ``{"position_ids": 1}``, by the name of an argument, or by its position in a tuple. None for
-        an input that every micro-batch gets whole.
+        Sample axis of inputs for which it is not the first, or is ambiguous:
+        ``{"position_ids": 1}``, by the name of an argument, or by its position in a tuple. None:
+        every micro-batch gets the full input.
     clip_grad_norm
-        Largest norm of the whole model's gradient; ``math.inf`` measures it only. None: it is
+        Largest norm of the full model's gradient; ``math.inf`` only measures it. None: it is
         neither measured nor clipped.
     lr_scheduler
         ``lr_scheduler(optimizer)`` -> an object whose ``step()`` is called after each batch.
     dtype
-        The dtype that the model computes in: ``torch.bfloat16`` or ``torch.float16``; the optimizer
-        keeps parameters of float32, and buffers keep their dtype. ``torch.float32``: the model is
-        converted to it. None: as the parameters are.
+        Dtype that the model computes in. ``torch.bfloat16`` or ``torch.float16``: the optimizer
+        keeps parameters in float32, and buffers keep their dtype. ``torch.float32``: the model is
+        converted to it. None: the dtype of the parameters.
     nonfinite
-        For a gradient that is infinite or not a number: ``"step"`` (gradients are not checked),
-        ``"skip"`` the optimizer's step and the scheduler's, or ``"error"``. With
-        ``torch.float16`` such steps are skipped at least, and the scale of the loss is lowered;
-        DeepSpeed's ZeRO skips them always.
+        Reaction to a gradient with infinities or NaN: ``"step"`` does not check gradients,
+        ``"skip"`` skips the steps of the optimizer and the scheduler, ``"error"`` raises. With
+        ``torch.float16`` such steps are always skipped, or raise, and the loss scale is lowered;
+        DeepSpeed's ZeRO always skips them.
     check_batches
-        Compare the batches of ranks that must get the same one, and the gradients of parameters
-        that tensor-parallel ranks hold whole, at the first steps and at every hundredth.
+        Compare batches over the ranks that must have the same one, and gradients of parameters
+        replicated over tensor-parallel ranks. Done at the first steps and at every hundredth.
     sync_replicated
-        Take the first rank's values of parameters that several ranks hold. False: they must be the
-        same when the engine is built.
+        Copy the first rank's values of replicated parameters to the other ranks. False: the values
+        must be equal when the engine is built.
     """
 
     mesh: DeviceMesh
@@ -168,7 +169,7 @@ class TrainingOptions:
 
     @classmethod
     def of(cls: type[Options], target: str, given: Mapping[str, Any], model: nn.Module) -> Options:
-        """The options that a user gave `build` for a model."""
+        """Return the validated options that a user gave `build` for a model."""
         check_names(target, given, [entry.name for entry in fields(cls)])
         if "mesh" not in given:
             raise TypeError(
@@ -198,16 +199,16 @@ class TrainingOptions:
 
     @property
     def half(self) -> torch.dtype | None:
-        """The half precision that the model computes in; None for none."""
+        """Half precision that the model computes in; None for none."""
         return self.dtype if self.dtype in HALVES else None
 
     def described(self) -> dict[str, Any]:
-        """The options as plain data, alike on ranks that were given the same."""
+        """Options as plain data, equal on ranks that were given the same values."""
         return {entry.name: _described(getattr(self, entry.name)) for entry in fields(self)}
 
     @staticmethod
     def is_checked(step: int) -> bool:
-        """Return whether a step compares what must be alike on several ranks."""
+        """Return whether a step compares values that must be equal on several ranks."""
         return step < CHECKED_STEPS or step % CHECK_EVERY == 0
 
 
@@ -226,7 +227,7 @@ def _check_arguments(batch_dims: BatchDims, model: nn.Module) -> None:
 
 
 def check_names(target: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Refuse options that a target does not have, with the nearest one."""
+    """Refuse options that a target does not have; the message has the nearest one."""
     for name in given:
         if name not in known:
             takes = with_nearest(name, known, f"it takes {list(known)}")
@@ -234,7 +235,7 @@ def check_names(target: str, given: Mapping[str, Any], known: Sequence[str]) -> 
 
 
 def _described(value: Any) -> Any:
-    """Plain data that shows which values a user has passed differently on two ranks by mistake."""
+    """Convert an option to plain data, in which differences between two ranks show."""
     if isinstance(value, DeviceMesh):
         return tuple(value.shape)
     if isinstance(value, functools.partial):

@@ -1,4 +1,4 @@
-"""Half precision: the dtype that a model computes in, and the scale of its loss."""
+"""Half precision: the dtype that a model computes in, and its loss scale."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import nn
 
 from slapo.errors import SlapoError
 
-#: By the names that DeepSpeed and Megatron-Core have for them.
+#: Names of half precisions in DeepSpeed and Megatron-Core.
 HALF_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HALVES = tuple(HALF_NAMES.values())
 
-#: Of the loss of a model in float16, to begin with.
+#: Initial loss scale of a model in float16.
 INITIAL_SCALE = 2.0**16
 
 _TWO_DTYPES = re.compile(r"same (d)?type|scalar type|dtype", re.IGNORECASE)
 
 
 def half_of(module: nn.Module) -> torch.dtype | None:
-    """The half precision of a model's parameters, as checkpoints are loaded; None without one.
+    """Half precision of a model's parameters, as checkpoints are loaded; None without one.
 
-    The model computes in it where nothing else is asked for, with an optimizer in float32 all the
-    same: small steps are lost in parameters of half precision.
+    The model computes in it by default. The optimizer still uses float32, since parameters in half
+    precision would lose small steps.
     """
     floating = [p for p in module.parameters() if p.is_floating_point()]
-    # A frozen part may be of another dtype, as below adapters.
+    # A frozen part may have another dtype, for example below adapters.
     found = {p.dtype for p in floating if p.requires_grad} or {p.dtype for p in floating}
     if len(found) > 1 and found & set(HALVES):
         raise SlapoError(
@@ -39,7 +39,7 @@ def half_of(module: nn.Module) -> torch.dtype | None:
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Give parameters of floating point another dtype; buffers, as of positions, keep theirs."""
+    """Cast floating-point parameters to a dtype; buffers, such as positions, keep theirs."""
     for parameter in module.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -47,7 +47,7 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
 
 @contextmanager
 def buffers_named(module: nn.Module, half: torch.dtype) -> Iterator[None]:
-    """Name the buffers that kept their dtype in an error about two dtypes inside the context."""
+    """Add the buffers that kept their dtype to an error about mixed dtypes in the block."""
     try:
         yield
     except RuntimeError as error:
@@ -65,10 +65,10 @@ def buffers_named(module: nn.Module, half: torch.dtype) -> Iterator[None]:
 
 
 class LossScale:
-    """A factor that keeps gradients of float16 from vanishing, lowered where they overflow.
+    """Factor on the loss that keeps float16 gradients from vanishing, lowered on overflow.
 
-    Micikevicius et al. 2018, "Mixed Precision Training": halved after a step with a gradient that
-    is not finite, doubled after many without.
+    Micikevicius et al. 2018, "Mixed Precision Training": halved after a step with a non-finite
+    gradient, doubled after `interval` steps without one.
     """
 
     def __init__(self, value: float = INITIAL_SCALE, interval: int = 2000) -> None:
@@ -76,7 +76,7 @@ class LossScale:
         self.steps = 0
 
     def update(self, was_finite: bool) -> None:
-        """Take note of a step."""
+        """Adjust the scale after a step."""
         if not was_finite:
             self.value, self.steps = max(self.value / 2, 1.0), 0
             return

@@ -1,4 +1,4 @@
-"""The table of runtimes and log parsers."""
+"""Registry of runtimes and log parsers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 C = TypeVar("C", bound=type)
 
 _LOG_PARSER = "slapo.framework_dialect.log_parsers:LogParser"
-# Slapo's own by name: each is imported on first use.
+# Slapo's own plug-ins by name: each is imported on first use.
 _DIALECTS: dict[tuple[str, str], type[Any] | str] = {
     ("log_parser", "deepspeed"): _LOG_PARSER,
     ("log_parser", "megatron"): _LOG_PARSER,
@@ -21,14 +21,14 @@ _DIALECTS: dict[tuple[str, str], type[Any] | str] = {
 
 
 def register_framework_dialect(target: str, kind: str = "runtime") -> Callable[[C], C]:
-    """Class decorator that adds a plug-in for the runtime `target`.
+    """Register the decorated class as a plug-in for the runtime `target`.
 
     Parameters
     ----------
     target
-        Name that users give to :func:`slapo.build`.
+        Name that users pass to :func:`slapo.build`.
     kind
-        What the plug-in does; ``"runtime"`` is a :class:`Runtime`, which lowers a schedule,
+        Kind of plug-in: ``"runtime"`` is a :class:`Runtime`, which lowers a schedule;
         ``"log_parser"`` has a ``parse_log(path_or_text)``.
 
     Raises
@@ -52,7 +52,7 @@ def register_framework_dialect(target: str, kind: str = "runtime") -> Callable[[
     def register(cls: C) -> C:
         if (kind, target) in _DIALECTS:
             held = _DIALECTS[kind, target]
-            # Importing one that was not used yet takes seconds, so its name must do.
+            # Importing an unused plug-in takes seconds, so the message has its name only.
             taken = held.rpartition(":")[2] if isinstance(held, str) else held.__name__
             raise ValueError(f"{kind} {target!r} is taken by {taken}; choose another name")
         _DIALECTS[kind, target] = cls
@@ -62,7 +62,7 @@ def register_framework_dialect(target: str, kind: str = "runtime") -> Callable[[
 
 
 def get_dialect_cls(kind: str, target: str) -> type[Any]:
-    """The plug-in of a kind for a runtime.
+    """Return the plug-in of a kind for a runtime.
 
     Parameters
     ----------
@@ -70,12 +70,12 @@ def get_dialect_cls(kind: str, target: str) -> type[Any]:
         ``"runtime"``, or ``"log_parser"``: see
         :class:`slapo.framework_dialect.log_parsers.LogParser`.
     target
-        The runtime's name.
+        Name of the runtime.
 
     Raises
     ------
     ValueError
-        Naming the kinds, or the runtimes there are.
+        If there is none; the message has the known kinds or runtimes.
 
     Examples
     --------

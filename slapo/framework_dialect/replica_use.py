@@ -1,4 +1,4 @@
-"""Replicas that use different layers, as where one has no images, and what libraries make of it."""
+"""Checks for replicas that use different layers, for example if one has no images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slapo.framework_dialect.batches import Batch
 
 
 def calls_differ(batch: Batch, group: dist.ProcessGroup) -> bool:
-    """Return whether replicas pass different arguments. A collective of theirs."""
+    """Return whether replicas pass different arguments. A collective of the replicas."""
     given = [
         (name, value if isinstance(value, bool) else None)
         for name, value in (*enumerate(batch.args), *sorted(batch.kwargs.items()))
@@ -29,7 +29,7 @@ def calls_differ(batch: Batch, group: dist.ProcessGroup) -> bool:
 
 
 def used_in(loss: Tensor) -> set[int]:
-    """The ids of parameters that a backward pass from a loss reaches."""
+    """Ids of the parameters that a backward pass from a loss reaches."""
     found: set[int] = set()
     seen: set[Any] = set()
     ahead: list[Any] = [loss.grad_fn]
@@ -50,7 +50,7 @@ def refuse_unlike_use(
     group: dist.ProcessGroup,
     remedy: str,
 ) -> None:
-    """Raise on every rank if replicas use different parameters. A collective of theirs."""
+    """Raise on every rank if replicas use different parameters. A collective of the replicas."""
     pairs = list(named)
     mask = torch.tensor([int(id(parameter) in used) for _, parameter in pairs])
     largest, smallest = extremes(mask, group)
@@ -68,7 +68,7 @@ def refuse_unlike_use(
 def entering_alike(
     root: nn.Module, units: Sequence[nn.Module], group: dist.ProcessGroup, remedy: str
 ) -> Iterator[None]:
-    """Compare the order in which replicas enter units, each of which gathers parameters then."""
+    """Compare the order in which replicas enter units, which then gather their parameters."""
     names = {id(module): name for name, module in root.named_modules()}
 
     def meet(place: int, *_: Any) -> None:

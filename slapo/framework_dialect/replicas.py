@@ -1,4 +1,4 @@
-"""Parameters that are one in the model and several in the job: who holds them, with what values."""
+"""Parameters with several copies in the job: the ranks that hold them, and their values."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Group = dist.ProcessGroup | None
 
 @dataclass(frozen=True)
 class SharedParameter:
-    """A parameter that is one in the model and has copies in several stages.
+    """A parameter of the model with copies in several stages.
 
-    `places` are the stages of this rank that hold it, each with the parameter's name there; `group`
-    has the ranks that hold it, and is None if this rank holds all copies; `is_counted` is whether
-    the first copy here counts in a norm.
+    `places` are this rank's stages that hold it, with its name there. `group` contains the ranks
+    that hold it, None if all copies are here. `is_counted` is True if the first copy here counts in
+    a norm.
     """
 
     places: tuple[tuple[Stage, str], ...]
@@ -38,7 +38,7 @@ class SharedParameter:
 
     @property
     def copies(self) -> list[Parameter]:
-        """The parameters of this rank as they are now: FSDP2 replaces them."""
+        """Present parameters of this rank, looked up by name: FSDP2 replaces them."""
         return distinct(stage.get_parameter(name) for stage, name in self.places)
 
 
@@ -49,8 +49,8 @@ def shared_parameters(
 ) -> list[SharedParameter]:
     """This rank's parameters that several stages share, in one order on all ranks.
 
-    A collective of the world. `columns` has, for every place within a stage, the global ranks along
-    the pipeline; `rank_of` maps a stage to its place in a column.
+    A collective of the world. `columns` has, for every position within a stage, the global ranks
+    along the pipeline; `rank_of` maps a stage to its position in a column.
     """
     made: dict[tuple[int, ...], Group] = {}
     found = []
@@ -59,7 +59,7 @@ def shared_parameters(
         for column in columns:
             ranks = tuple(sorted({column[rank_of(stage)] for stage in tie.stages}))
             if len(ranks) > 1 and ranks not in made:
-                made[ranks] = new_group(ranks)  # all ranks of the job make all groups
+                made[ranks] = new_group(ranks)  # every rank of the job creates every group
             if here not in ranks:
                 continue
             places = tuple(
@@ -78,7 +78,7 @@ def share_over_mesh(
     sync: bool,
     rank_of: Callable[[int], int] = lambda stage: stage,
 ) -> list[SharedParameter]:
-    """`share_values` of a lowered schedule over a mesh; returns what its stages share."""
+    """`share_values` of a lowered schedule over a mesh; returns parameters shared by stages."""
     shared = shared_parameters(lowering, mesh.mesh.flatten(1).t().tolist(), rank_of)
     groups = {dim: mesh.get_group(dim) for dim in ("tp", "dp")}
     share_values(lowering.module, groups, shared, lowering.created, sync)
@@ -86,7 +86,7 @@ def share_over_mesh(
 
 
 def share_wholes(module: nn.Module, group: Group, sync: bool = False) -> None:
-    """`share_values` of what is whole over the tensor-parallel ranks. A collective of the group."""
+    """`share_values` of tensors replicated over the tensor-parallel group. A collective of it."""
     if group is not None:
         share_values(module, {"tp": group, "dp": None}, sync=sync, among=group)
 
@@ -100,14 +100,12 @@ def share_values(
     sync: bool = False,
     among: Group = None,
 ) -> None:
-    """Refuse replicas that hold other values, or make them equal. A collective of `among`.
+    """Refuse replicas with different values, or make them equal. A collective of `among`.
 
-    Data-parallel ranks hold the same tensors; tensor-parallel ranks the same of those that are not
-    sharded; stages the same of those that are tied. Replicas from different seeds or checkpoints
-    diverge silently, and FSDP would even put one model together from parts of several.
-
-    Tensors named in `created` were drawn by every rank by itself, and take the values of the first;
-    with `sync` all of them do. Otherwise a difference is an error on every rank.
+    Data-parallel ranks must agree on all tensors, tensor-parallel ranks on replicated ones, stages
+    on tied ones: otherwise replicas diverge silently, and FSDP combines shards of several models.
+    Tensors in `created` (with `sync`, all) take the first rank's values. Other differences raise on
+    every rank.
     """
     named = _tensors(module)
     names = {id(tensor): name for name, tensor in named}
@@ -116,7 +114,7 @@ def share_values(
     work: list[tuple[str, Named, Group]] = [
         ("tensor-parallel ranks", whole, groups["tp"]),
         *_held_twice(named),
-        # Before the replicas, which then take tied values from ranks that have them.
+        # Before the data-parallel ranks, which then take tied values that already agree.
         *(("stages", [(names[id(tensor)], tensor)], group) for tensor, group in ties),
         ("data-parallel ranks", named, groups["dp"]),
     ]
@@ -134,7 +132,7 @@ def share_values(
 
 
 def _tensors(module: nn.Module) -> Named:
-    """Each tensor once, with its first name."""
+    """Each tensor once, with its first name; tensors on meta are left out."""
     found: dict[int, tuple[str, Tensor]] = {}
     tables: Iterable[Iterable[tuple[str, Tensor]]] = (
         module.named_parameters(),
@@ -148,7 +146,7 @@ def _tensors(module: nn.Module) -> Named:
 
 
 def _held_twice(named: Named) -> list[tuple[str, Named, Group]]:
-    """Slices that several tensor-parallel ranks hold, with these ranks."""
+    """Shards that several tensor-parallel ranks hold, by these ranks."""
     found: dict[tuple[int, ...], tuple[list[tuple[str, Tensor]], Group]] = {}
     for name, tensor in named:
         sharers = getattr(tensor, SHARERS, None)

@@ -1,4 +1,4 @@
-"""The interface between `build` and a runtime, and helpers that the runtimes share."""
+"""The interface between `build` and a runtime, and helpers shared by the runtimes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CheckCall = Callable[
 
 @dataclass
 class Lowering:
-    """A checked and materialized schedule, as `build` hands it to a runtime.
+    """A validated and materialized schedule, as `build` passes it to a runtime.
 
     Parameters
     ----------
@@ -39,16 +39,16 @@ class Lowering:
     stages
         This process's stages by index; empty without pipeline stages.
     n_stages
-        Of the whole pipeline; 1 without.
+        Number of stages of the full pipeline; 1 without.
     ties
-        Parameters that several stages share.
+        Parameters shared by several stages.
     tp_group
-        The tensor-parallel ranks; None for a world of one.
+        The tensor-parallel group; None for a world of one.
     created
-        Names in `module` of the tensors that `build` has created: each rank has drawn its own.
+        Names in `module` of the tensors that `build` has created, independently on each rank.
     check_call
-        Runs the placement check on a call of the model: ``check_call(args, kwargs, loss_fn, half)``
-        with the dtype of half precision that it computes in. None if it is not to run.
+        Runs the placement check on a call of the model: ``check_call(args, kwargs, loss_fn,
+        half)``, where `half` is the half precision that it computes in. None if it should not run.
     """
 
     model: nn.Module
@@ -58,21 +58,22 @@ class Lowering:
     tp_group: dist.ProcessGroup | None = None
     created: frozenset[str] = frozenset()
     check_call: CheckCall | None = None
-    #: the primitives that made the schedule
+    #: the primitives of the schedule
     history: tuple[Any, ...] = ()
-    #: creates what is on meta, for a runtime that shards it first, alike on the ranks of the group
-    #: ``among``, or as it is created, by ``shares``; else None
+    #: Creates tensors on meta, for a runtime that shards them first; else None. With ``among`` it
+    #: creates equal values on the ranks of that group; with ``shares`` it shards each tensor as it
+    #: is created.
     fill: Callable[..., None] | None = None
 
     @property
     def pipeline(self) -> PipelinedModule:
-        """The row of stages, where there are several."""
+        """The pipelined model; only valid with stages."""
         assert isinstance(self.model, PipelinedModule), "asked for with stages only"
         return self.model
 
     @property
     def pipelined(self) -> PipelinedModule | None:
-        """The row of stages; None without a pipeline."""
+        """The pipelined model; None without a pipeline."""
         return self.model if isinstance(self.model, PipelinedModule) else None
 
     @property
@@ -84,9 +85,10 @@ class Lowering:
         return stages[0] if len(stages) == 1 else nn.ModuleList(stages)
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
-        """Parameters for an optimizer: those of this rank, each once, by their names in the model.
+        """This rank's parameters for an optimizer, each once, with their names in the model.
 
-        Copies of one that stages share have one name, so that a rule by name treats them alike.
+        Copies of a parameter that stages share have one name, so that rules by name treat them
+        alike.
         """
         if self.pipelined is None:
             named = list(self.model.named_parameters())
@@ -103,7 +105,7 @@ class Lowering:
         return list(once.values())
 
     def state_dict(self, keep_vars: bool = False) -> dict[str, Any]:
-        """This rank's tensors by their names in the model; as themselves with `keep_vars`."""
+        """This rank's tensors by their names in the model; with `keep_vars` not detached."""
         if self.pipelined is None:
             return dict(self.model.state_dict(keep_vars=keep_vars))
         state: dict[str, Any] = {}
@@ -116,12 +118,12 @@ class Lowering:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Put values in this rank's tensors; see :meth:`slapo.framework_dialect.Engine`.
+        """Copy values into this rank's tensors; see :meth:`slapo.framework_dialect.Engine`.
 
-        Names or shapes that do not fit are a ValueError, and nothing is changed then.
+        Names or shapes that do not fit raise a ValueError before anything changes.
         """
         own = self.state_dict()
-        every = set(self.model.state_dict())  # those of other stages are passed over
+        every = set(self.model.state_dict())  # names of other stages are ignored
         missing = [name for name in own if name not in state]
         unknown = [name for name in state if name not in own and name not in every]
         if strict and (missing or unknown):
@@ -147,13 +149,13 @@ class Lowering:
         for name, tensor, value in pairs:
             if isinstance(tensor, Tensor):
                 _put(tensor, value)
-            else:  # of a module with state of its own
+            else:  # extra state of a module
                 path = name.rpartition(".")[0]
                 self.model.get_submodule(path).set_extra_state(value)
 
 
 def _refuse_two_values(pairs: list[tuple[str, Any, Any]]) -> None:
-    """Refuse two values for tied tensors, which are one here."""
+    """Refuse different values for tied tensors, which are one tensor here."""
     first: dict[tuple[int, torch.Size], tuple[str, Any]] = {}
     for name, tensor, value in pairs:
         if isinstance(tensor, Tensor) and not hasattr(tensor, "device_mesh") and tensor.numel():
@@ -167,8 +169,8 @@ def _refuse_two_values(pairs: list[tuple[str, Any, Any]]) -> None:
 
 def _put(tensor: Tensor, value: Tensor) -> None:
     if hasattr(tensor, "device_mesh") and not hasattr(value, "device_mesh"):
-        # The whole, of which FSDP2 keeps a share here.
-        from torch.distributed.tensor import distribute_tensor  # takes a second
+        # The value is the full tensor, and FSDP2 keeps a shard of it here.
+        from torch.distributed.tensor import distribute_tensor  # the import takes a second
 
         value = value.to(tensor.device, tensor.dtype)
         spec: Any = tensor
@@ -177,33 +179,33 @@ def _put(tensor: Tensor, value: Tensor) -> None:
 
 
 class Shares(Protocol):
-    """Leaves this rank a part of tensors as they are created."""
+    """Keeps only this rank's shards of tensors as they are created."""
 
     def divide(self, tensors: list[Tensor], blank: Collection[int]) -> None:
-        """Leave a part; tensors whose ids are in `blank` have no values, and need none."""
+        """Shard tensors in place; those whose ids are in `blank` have no values and need none."""
 
     def of(self, held: list[Held]) -> list[Held]:
-        """The parts of tensors that are left here."""
+        """Return the local parts of tensors."""
 
 
 class Runtime(ABC):
     """One way to run a schedule. Subclasses are registered by `register_framework_dialect`.
 
-    The constructor takes the root schedule and the options that the user gave `build`; it checks
-    what can be checked before anything starts, and does not talk to other ranks.
+    The constructor takes the root schedule and the options passed to `build`. It validates them
+    before anything starts, and does not communicate with other ranks.
     """
 
-    #: true if the runtime shards what is on meta, and calls `Lowering.fill` to create it
+    #: true if the runtime shards tensors on meta, and then calls `Lowering.fill` to create them
     fills_shares = False
 
-    #: false where what is on meta takes the values of another rank, which reads them
+    #: false on ranks whose meta tensors take the values that another rank reads
     reads_weights = True
 
     @abstractmethod
     def __init__(self, sch: Node, **options: Any) -> None: ...
 
     def described(self) -> dict[str, Any]:
-        """Options as plain data, which `build` compares over the ranks."""
+        """Return the options as plain data, which `build` compares over the ranks."""
         return {}
 
     def stages_of_this_rank(self, n_stages: int) -> tuple[int, ...]:
@@ -217,32 +219,32 @@ class Runtime(ABC):
 
     @abstractmethod
     def lower(self, lowering: Lowering) -> tuple[Any, Any]:
-        """The engine and its optimizer."""
+        """Return the engine and its optimizer."""
 
 
 # --- for the runtimes of Slapo -------------------------------------------------------------------
 class MeshRuntime(Runtime):
-    """A runtime over a mesh, with one stage on each rank of its pipeline."""
+    """A runtime over a mesh, with one stage on each of its pipeline ranks."""
 
     options: Any
 
     @property
     def reads_weights(self) -> bool:  # type: ignore[override]
-        """Replicas take what `build` creates from the first of them."""
+        """True on the first replica, which sends the values that `build` creates to the others."""
         return bool(self.options.mesh.get_local_rank("dp") == 0)
 
     def described(self) -> dict[str, Any]:
-        """The options, which must be alike on all ranks."""
+        """Return the options, which must be equal on all ranks."""
         return dict(self.options.described())
 
     def stages_of_this_rank(self, n_stages: int) -> tuple[int, ...]:
-        """The one stage of this rank's place in the pipeline."""
+        """Return the single stage of this rank."""
         check_stage_count(n_stages, self.options.mesh.shape[0])
         return (self.options.mesh.get_local_rank("pp"),)
 
 
 def check_installed(target: str, module: str, package: str) -> None:
-    """Refuse early, and by name, a runtime whose optional package is missing."""
+    """Refuse a runtime whose optional package is missing, before anything starts."""
     try:
         found = importlib.util.find_spec(module)
     except ModuleNotFoundError:
@@ -256,11 +258,11 @@ def check_installed(target: str, module: str, package: str) -> None:
 
 @contextmanager
 def quiet_warnings(package: str) -> Iterator[None]:
-    """Ignore deprecations that concern a package's own code: a user can do nothing about them."""
+    """Ignore deprecation warnings about a package's own code, which a user cannot fix."""
     with warnings.catch_warnings():
         for category in (DeprecationWarning, FutureWarning):
             warnings.filterwarnings("ignore", category=category, module=rf"{package}(\.|$)")
-        # Raised within torch, about collectives that the package calls.
+        # Raised inside torch, about collectives that the package calls.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         yield
 
@@ -277,7 +279,7 @@ def check_groups(sch: Node, mesh: DeviceMesh) -> None:
 
 
 def check_stage_count(n_stages: int, pp: int, per_rank: int = 1) -> None:
-    """Refuse stages that cannot be distributed over the pipeline's ranks."""
+    """Refuse a number of stages that does not match the pipeline ranks."""
     wanted = pp * per_rank
     if n_stages != wanted:
         raise SlapoError(
@@ -288,7 +290,7 @@ def check_stage_count(n_stages: int, pp: int, per_rank: int = 1) -> None:
 
 
 class Boundaries:
-    """Tensors that cross between the stages, found once for each form of input."""
+    """Tensors that cross between the stages, computed once for each form of input."""
 
     def __init__(
         self,
@@ -305,7 +307,7 @@ class Boundaries:
         self._known: dict[Boundary, tuple[Boundary, ...]] = {}
 
     def of(self, inputs: Boundary) -> tuple[Boundary, ...]:
-        """The tensors that each stage receives; collective for inputs of a new form."""
+        """Return the tensors that each stage receives; a collective for inputs of a new form."""
         if inputs not in self._known:
             self._known[inputs] = infer_boundaries(
                 self._n_stages,

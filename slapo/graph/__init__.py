@@ -1,1 +1,1 @@
-"""Graphs of modules: tracers, patterns, matching, rewriting and fusion."""
+"""Graphs of modules: tracing, patterns, matching, rewriting and fusion."""

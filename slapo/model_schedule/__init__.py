@@ -1,4 +1,4 @@
-"""Ready schedules of model families: recipes as tables, over a few verbs."""
+"""Ready schedules of model families: recipes as tables, applied by a few shared functions."""
 
 from slapo.model_schedule.api import apply_schedule
 from slapo.model_schedule.drafts import Draft, draft

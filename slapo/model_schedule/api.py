@@ -1,4 +1,4 @@
-"""``apply_schedule``: a ready schedule by the key of a model's family."""
+"""``apply_schedule``: apply a ready schedule by the key of the model's family."""
 
 from __future__ import annotations
 
@@ -33,49 +33,50 @@ def apply_schedule(
 ) -> Schedule:
     """Schedule a model by the recipe of its family.
 
-    In this order: kernels; layers, vocabulary and loss over the tensor-parallel ranks; checkpoints;
-    pipeline cuts. Values and names of the parameters stay. A call that fails changes nothing.
+    The order is: kernels; tensor parallelism of layers, vocabulary and loss; checkpoints; pipeline
+    cuts. Values and names of the parameters stay. A call that fails changes nothing.
 
     Parameters
     ----------
     model
         A model, or its root schedule.
     key
-        That of a recipe (``slapo recipes`` lists them), or of :func:`register_schedule`; or
-        ``"auto"``, for any model: the recipe of its family, or else what :func:`slapo.draft`
-        derives; in one process, what needs to know the layers alone. ``"draft"`` derives one for
-        any model. Or a recipe itself, such as ``slapo.draft(...).recipe``.
+        Key of a recipe (``slapo recipes`` lists them) or of :func:`register_schedule`. ``"auto"``
+        takes any model. It uses the recipe of the family, or else a derived one
+        (:func:`slapo.draft`); in one process a list of the layers is enough. ``"draft"`` always
+        derives a recipe. A recipe itself is accepted too, such as ``slapo.draft(...).recipe``.
     model_config
         Sizes of the model; by default ``model.config``.
     prefix
-        Path of the base model, ``"bert"`` in a ``BertForMaskedLM``; by default the model says it.
+        Path of the base model, ``"bert"`` in a ``BertForMaskedLM``; by default the model's own
+        ``base_model_prefix``.
     group
         The tensor-parallel ranks, as in :func:`slapo.create_schedule`.
     mesh
-        Instead of a group, as in :func:`slapo.create_schedule`.
+        Device mesh to pass instead of a group, as in :func:`slapo.create_schedule`.
     **options
         ==========================  ===============================================================
-        ``fp16``, ``bf16``          Turn the model into that type. False.
+        ``fp16``, ``bf16``          Cast the model to this dtype. False.
         ``attn_op_name``            Attention by ``"auto"``, ``"eager"``, ``"sdpa"``, ``"flash"`` or
                                     ``"xformers"``; None keeps the model's own. ``"auto"``.
-        ``kernels``                 Activations and norms by torch's kernels. True.
-        ``compile``                 Each layer by ``torch.compile``, by itself. False.
-        ``disable_fuse_bias_gelu``  False makes one kernel of the bias and the GELU after it. True.
-        ``sequence_parallel``       Deal tokens out over the ranks between split regions. False.
-        ``parallel_vocabulary``     Split embedding and head over the ranks. True.
-        ``gather_logits``           False leaves each rank its columns of the logits, from which the
-                                    loss is computed. True.
-        ``fused_loss``              The head computes the loss by pieces of the tokens, so that in
-                                    training the output has no logits. False.
-        ``ckpt_ratio``              Share of the layers that compute activations again. 0.0.
-        ``checkpoint_method``       ``"uniform"``: spread evenly; ``"head"``: the first ones.
-        ``pipeline_cuts``           Number of stages, of about the same work; or the numbers of the
-                                    layers that end one, over all stacks, or a list for each. None.
-        ``example_inputs``          What the model is called with, for the trace that cuts need.
-        ``check``                   False leaves out the proof of ``"auto"``, and that of a recipe
-                                    for a model of another family, over several ranks. True.
-        ``bcast_input``             All ranks take the inputs of the group's first. False.
-        ``delay_init``              Whether parameters may be on meta, for build() to make. True.
+        ``kernels``                 Run activations and norms by torch's kernels. True.
+        ``compile``                 Compile each layer by itself (``torch.compile``). False.
+        ``disable_fuse_bias_gelu``  False fuses a bias with the GELU after it. True.
+        ``sequence_parallel``       Shard tokens between split regions. False.
+        ``parallel_vocabulary``     Shard embedding and head over the ranks. True.
+        ``gather_logits``           False leaves the logits sharded by columns and computes the
+                                    loss from the shards. True.
+        ``fused_loss``              The head computes the loss in chunks of tokens. In training the
+                                    output then has no logits. False.
+        ``ckpt_ratio``              Fraction of the layers that recompute activations. 0.0.
+        ``checkpoint_method``       ``"uniform"``: evenly spaced layers; ``"head"``: the first ones.
+        ``pipeline_cuts``           Number of stages, balanced by work; or the indices of the layers
+                                    that end a stage, over all stacks or in a list per stack. None.
+        ``example_inputs``          Example arguments of the model, for the trace that cuts need.
+        ``check``                   False skips the proof of ``"auto"``, and that of a recipe
+                                    for a model of another family on several ranks. True.
+        ``bcast_input``             Broadcast the inputs of the group's first rank. False.
+        ``delay_init``              True lets build() materialize parameters on meta. True.
         ==========================  ===============================================================
 
     Returns
@@ -88,10 +89,10 @@ def apply_schedule(
     KeyError
         For an unknown key.
     ValueError
-        For an option that the family cannot have, sizes that the group does not divide, a model
-        without what the recipe names, or over several ranks with more than that.
+        For an option that the family does not support, or sizes that the group does not divide.
+        Also for a model that lacks modules of the recipe, or on several ranks has additional ones.
     PlacementError
-        If what has to be proved does not hold.
+        If the schedule must be proved and is wrong.
 
     Examples
     --------
@@ -122,7 +123,7 @@ def apply_schedule(
 
 
 def _recipe(key: str, sch: Schedule, base: str, config: Any, options: Options) -> Recipe:
-    """The recipe of a key; for a model that none is known of, a draft, or its layers alone."""
+    """Return the recipe of a key. Unknown models get a draft, or a recipe of the layers alone."""
     known = family_recipe(config) if key == AUTO else None
     if known is not None:
         return known
@@ -141,7 +142,7 @@ def _recipe(key: str, sch: Schedule, base: str, config: Any, options: Options) -
 
 
 def _is_foreign(key: str | Recipe, config: Any) -> bool:
-    """Return whether the recipe of a key is not the one that the model's own family has."""
+    """Return whether a key is not that of the model's own family."""
     if isinstance(key, Recipe) or key in (AUTO, DRAFT):
         return False
     family = getattr(config, "model_type", None)
@@ -149,7 +150,7 @@ def _is_foreign(key: str | Recipe, config: Any) -> bool:
 
 
 def _check_config(model: Any, given: Any, text: Any, recipe: Recipe) -> None:
-    """Another config than the model's would give other heads to ranks than there are."""
+    """Refuse a config that differs from the model's: head counts would be wrong."""
     own = getattr(model, "config", None)
     if own is None or own is given:
         return

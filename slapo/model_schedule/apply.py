@@ -1,4 +1,4 @@
-"""One visible order: kernels, tensor parallelism, vocabulary, checkpoints, inputs, loss, cuts."""
+"""Recipes in one order: kernels, tensor parallelism, vocabulary, checkpoints, loss, cuts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def apply_recipe(
     prefix: str,
     is_foreign: bool = False,
 ) -> None:
-    """Schedule a model by a recipe: wholly, or not at all."""
+    """Schedule a model by a recipe, completely or not at all."""
     job = _RecipeRun(sch, recipe, options, config, prefix, is_foreign)
     job.check()
     model: Any = sch.mod
@@ -79,10 +79,10 @@ class _RecipeRun:
         self.prefix = prefix
         self.head = next((path for path in recipe.heads.split() if path in sch), "")
         self.parallel = sch.world_size > 1
-        #: another's word, which is to be proved
+        #: The recipe may be wrong for this model and must be proved.
         self.is_doubtful = bool(recipe.splits) or is_foreign
         self.spreads = options.sequence_parallel and self.parallel
-        #: the vocabulary is split, and the logits stay so
+        #: The vocabulary is sharded, and the logits stay sharded.
         self.splits_vocabulary = options.parallel_vocabulary and self.parallel
         self.splits_loss = (
             self.splits_vocabulary
@@ -91,7 +91,7 @@ class _RecipeRun:
         )
 
     def check(self) -> None:
-        """Refuse before anything changes."""
+        """Refuse invalid input before anything changes."""
         check(self.base, self.recipe, self.options, self.config)
         if self.options.fused_loss:
             check_loss(self.sch.mod, self.head, "fused_loss")
@@ -102,11 +102,11 @@ class _RecipeRun:
             self.ends()
 
     def run(self) -> None:
-        """The order matters.
+        """Apply all steps in order.
 
-        Shards take the modules that kernels have put in place, and hooks of a loss the head as it
-        is then. A checkpoint wraps what stands there in the end, collectives and all; and the trace
-        for cuts takes each layer as it is.
+        Shards and loss hooks must see the modules that kernels have replaced. A checkpoint wraps
+        the final layer with its collectives. The trace for cuts comes last and takes each layer as
+        it is.
         """
         self.cast()
         self.kernels()
@@ -133,12 +133,12 @@ class _RecipeRun:
 
     # --- steps -----------------------------------------------------------------------------------
     def cast(self) -> None:
-        """Halves of what the model is in: traces and kernels see the type it will run in."""
+        """Cast first, since traces and kernels depend on the dtype."""
         if self.options.fp16 or self.options.bf16:
             verbs.cast(self.sch.mod, torch.float16 if self.options.fp16 else torch.bfloat16)
 
     def kernels(self) -> None:
-        """Attention, activations, norms, and a head that can compute the loss."""
+        """Replace attention, activations, norms, and the head if it computes the loss."""
         name = self.options.attn_op_name
         if name is not None and "attn_op_name" not in self.recipe.refuses:
             if self.recipe.attention is not None:
@@ -156,13 +156,13 @@ class _RecipeRun:
             self.sch.select(self.head).replace(loss_head)
 
     def split_layers(self) -> None:
-        """Regions, and the tokens between them."""
+        """Shard the regions, and the tokens between them."""
         if self.recipe.splits:
             stacks = {stack: self.layers(n) for n, stack in enumerate(self.recipe.stacks)}
             split(self.base, self.recipe.splits, stacks, self.spreads)
             return
         key_values = self.few_key_values()
-        # Hooks around a stack within which a stage ends have no place to run.
+        # Hooks around a stack cannot run when a stage ends inside it.
         here = self.options.pipeline_cuts is not None
         for number, stack in enumerate(self.recipe.stacks):
             layers = self.layers(number)
@@ -176,7 +176,7 @@ class _RecipeRun:
                 self.base[path].sync("bwd_post", "all_reduce", argument=[name])
 
     def prove(self) -> None:
-        """A draft, and a recipe of another family, may not be right for this model."""
+        """Prove a draft or a recipe of another family, which may be wrong for this model."""
         inputs = self.example_inputs()
         what = "the draft of {}"
         if not self.recipe.splits:
@@ -184,7 +184,7 @@ class _RecipeRun:
         prove(self.sch, in_training(self.sch.mod, inputs), self.again, what)
 
     def again(self, sch: Schedule) -> None:
-        """The same split of another model, whose outputs can be compared."""
+        """Apply the same split to another model, whose outputs can be compared."""
         options = replace(
             self.options,
             fp16=False,
@@ -200,13 +200,13 @@ class _RecipeRun:
         apply_recipe(sch, self.recipe, options, model.config.get_text_config(), self.prefix)
 
     def few_key_values(self) -> int | None:
-        """Heads of keys and values, where there are fewer than ranks."""
+        """Return the number of key/value heads if there are fewer than ranks, else None."""
         name = self.recipe.key_value_heads
         count = getattr(self.config, name, None) if name else None
         return count if count and count < self.sch.world_size else None
 
     def split_vocabulary(self) -> None:
-        """Embeddings by rows, and the head, which may be tied to them."""
+        """Shard embeddings by rows, and the head, which may be tied to them."""
         for path in self.recipe.embeddings.split():
             if path in self.base:
                 verbs.split_table(self.base[path])
@@ -217,13 +217,13 @@ class _RecipeRun:
                 self.sch[self.head].sync("fwd_post", gather_without_labels)
 
     def checkpoint(self) -> None:
-        """A share of the layers computes its activations again in the backward pass."""
+        """Recompute activations in a fraction of the layers."""
         paths = [layer.path for layer in self.all_layers()]
         for path in chosen(paths, self.options.ckpt_ratio, self.options.checkpoint_method):
             self.sch[path].checkpoint()
 
     def loss(self) -> None:
-        """Computed by pieces, or from slices of the logits."""
+        """Compute the loss in chunks, or from sharded logits."""
         if self.splits_loss:
             refuse_generate(self.sch.mod)
         if self.options.fused_loss:
@@ -232,28 +232,24 @@ class _RecipeRun:
             split_loss(self.sch, self.head)
 
     def cut(self) -> None:
-        """End stages."""
         paths = [[layer.path for layer in self.layers(n)] for n in range(len(self.recipe.stacks))]
         inputs = self.example_inputs()
         cut(self.sch, self.prefix, self.recipe.stacks, paths, self.ends(), inputs)
 
     def example_inputs(self) -> dict[str, Any]:
-        """Inputs of the model."""
         if self.options.example_inputs is None and self.recipe.inputs is not None:
             return self.recipe.inputs(self.config)
         return inputs_for(self.sch, self.options, self.config)
 
-    # --- what the model has ----------------------------------------------------------------------
+    # --- the model --------------------------------------------------------------------------------
     def layers(self, number: int) -> list[Schedule]:
-        """The layers of a stack."""
         return list(self.base.select(f"{self.recipe.stacks[number].layers}.*"))
 
     def all_layers(self) -> list[Schedule]:
-        """The layers of all stacks, in order."""
         return [layer for n in range(len(self.recipe.stacks)) for layer in self.layers(n)]
 
     def ends(self) -> list[int]:
-        """Numbers of the layers that end a stage, over all stacks."""
+        """Return the indices of the layers that end a stage, over all stacks."""
         paths = [[layer.path for layer in self.layers(n)] for n in range(len(self.recipe.stacks))]
         cuts = self.options.pipeline_cuts
         if isinstance(cuts, int):
@@ -263,7 +259,7 @@ class _RecipeRun:
 
 
 def inputs_for(sch: Schedule, options: Options, config: Any) -> dict[str, Any]:
-    """Example inputs as given, or of tokens that can be sharded over the ranks."""
+    """Return the given example inputs, or inputs whose tokens can be sharded over the ranks."""
     if options.example_inputs is not None:
         return dict(options.example_inputs)
     length = sch.world_size * math.ceil(6 / sch.world_size)
@@ -277,7 +273,7 @@ def _is_of_a_region(stack: Stack) -> Callable[[Schedule, str], bool]:
 
 
 def chosen(paths: list[str], ratio: float, method: str) -> list[str]:
-    """A share of the paths: the first ones, or spread evenly."""
+    """Select a fraction of the paths: the first ones, or evenly spaced ones."""
     count = round(ratio * len(paths))
     if ratio and not count:
         count = 1
@@ -287,7 +283,7 @@ def chosen(paths: list[str], ratio: float, method: str) -> list[str]:
 
 
 def base_path(model: nn.Module, prefix: str) -> str:
-    """Where the base model lies: as given, or as models of Transformers say."""
+    """Return the path of the base model: the given prefix, or Transformers' own."""
     if prefix:
         try:
             model.get_submodule(prefix)
@@ -301,7 +297,8 @@ def base_path(model: nn.Module, prefix: str) -> str:
     own = getattr(model, "base_model_prefix", "")
     if not own or not isinstance(getattr(model, own, None), nn.Module):
         return ""
-    if own not in dict(model.named_children()):  # it answers for another one
+    # the attribute forwards to a model inside a wrapper
+    if own not in dict(model.named_children()):
         children = [name for name, _ in model.named_children()]
         raise ValueError(
             f"{type(model).__name__} is a wrapper, by its children {children}, around a model with "

@@ -1,6 +1,6 @@
-"""The recipe of any model: that of its family, or its layers, and the proof of a doubtful one.
+"""Recipes for any model: that of its family, or its layers, with a proof of doubtful ones.
 
-To know the layers is enough for kernels, checkpoints, stages and losses in one process.
+In one process a list of the layers is enough for kernels, checkpoints, stages and losses.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from slapo.verify.placement import check
 logger = get_logger()
 
 
-#: A list of modules with less of the parameters than this share of the largest is none of layers.
+#: A module list is a list of layers if it has at least this fraction of the largest one's
+#: parameters.
 _SMALL = 0.25
 
 
 def family_recipe(config: Any) -> Recipe | None:
-    """The recipe of the family that a config is of, if one is registered."""
+    """Return the recipe of a config's family, or None if none is registered."""
     key = getattr(config, "model_type", None)
     return recipe_of(key, config) if key in recipe_keys() else None
 
 
 def recipe_of_layers(model: nn.Module, base: str) -> Recipe:
-    """Layers, in lists of modules of one class, without a word on how they could be split."""
+    """Return a recipe of the layers alone, without entries for sharding."""
     found = lists_of_layers(model.get_submodule(base))
     if not found:
         raise ValueError(
@@ -52,7 +53,7 @@ def recipe_of_layers(model: nn.Module, base: str) -> Recipe:
 
 
 def lists_of_layers(base: nn.Module) -> list[str]:
-    """Paths of the lists of layers: of modules of one or of several classes, none of them small."""
+    """Return the paths of the outermost module lists that are large enough to hold layers."""
     lists: dict[str, int] = {}
     for path, module in base.named_modules():
         within = any(path.startswith(f"{other}.") for other in lists)
@@ -71,7 +72,7 @@ def _head(model: Any) -> str:
 
 # --- proof ---------------------------------------------------------------------------------------
 def prove(sch: Schedule, inputs: Any, again: Callable[[Schedule], None], what: str) -> None:
-    """Refuse a schedule that is wrong: by the placement check, else by numbers of two layers."""
+    """Refuse a wrong schedule, by the placement check or else by comparing two layers' values."""
     kind = type(sch.mod).__name__
     try:
         check(sch, inputs)
@@ -96,7 +97,7 @@ def prove(sch: Schedule, inputs: Any, again: Callable[[Schedule], None], what: s
 def _compare(
     model: Any, group: dist.ProcessGroup | None, inputs: Any, again: Callable[[Schedule], None]
 ) -> None:
-    """Outputs and gradients of a model of two layers, with and without a schedule."""
+    """Compare outputs and gradients of a two-layer model with and without the schedule."""
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
     layers = text.num_hidden_layers
@@ -115,7 +116,7 @@ def _compare(
 
 
 def _various(inputs: dict[str, Any], config: Any) -> dict[str, Any]:
-    """With random tokens: among equal ones, attention has no gradient that could be wrong."""
+    """Use random tokens: attention among equal tokens has no gradient that could be wrong."""
     ids = inputs.get("input_ids")
     if not isinstance(ids, Tensor) or len(ids.unique()) > 1:
         return inputs
@@ -124,11 +125,11 @@ def _various(inputs: dict[str, Any], config: Any) -> dict[str, Any]:
 
 
 def in_training(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs of a step, where the model takes them: labels, and no key-value cache."""
+    """Add labels, and disable the key-value cache, if the model accepts these arguments."""
     takes = inspect.signature(model.forward).parameters
     ids = inputs.get("input_ids")
     added: dict[str, Any] = {"use_cache": False} if "use_cache" in takes else {}
-    # Where the model computes no loss of its own, labels may be of something else.
+    # If the model computes no known loss of its own, labels may have another meaning.
     unlabeled = "labels" in takes and "labels" not in inputs and isinstance(ids, Tensor)
     if unlabeled and not isinstance(own_loss(model), str):
         added["labels"] = ids

@@ -1,4 +1,4 @@
-"""A derivation as a recipe: tables of paths and words."""
+"""A derivation written as a recipe: tables of paths and words."""
 
 from __future__ import annotations
 
@@ -23,12 +23,9 @@ from slapo.weights.slots import own_slots
 
 
 def recipe_of_derivation(derivation: Derivation, base: str) -> Recipe:
-    """A derivation as a recipe, with paths from the base model.
+    """Convert a derivation to a recipe with paths relative to the base model.
 
-    Raises
-    ------
-    SlapoError
-        If something is sharded outside of the base model.
+    Raises SlapoError if something outside the base model is sharded.
     """
     model = derivation.found.model
     words = _Words(derivation).by_path()
@@ -61,7 +58,7 @@ def recipe_of_derivation(derivation: Derivation, base: str) -> Recipe:
 
 
 def _last(derivation: Derivation, within: str, path: str) -> str:
-    """Path of the module that takes the output of the last layer, and runs once: a norm."""
+    """Return the path of the norm that takes the last layer's output and runs once, else ``""``."""
     nodes = derivation.found.nodes
     count = len(derivation.found.model.get_submodule(within + path))  # type: ignore[arg-type]
     final, outputs = f"{within}{path}.{count - 1}", set[int]()
@@ -78,12 +75,12 @@ def _last(derivation: Derivation, within: str, path: str) -> str:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Return whether it may be one, and is not a dropout or empty module in front of one."""
+    """Return whether a module may be a norm, unlike a dropout or empty module in front of one."""
     return bool(module._parameters) or "Norm" in type(module).__name__
 
 
 def _globbed(words: Mapping[str, str], every: list[str]) -> dict[str, str]:
-    """Entries of layers that are alike as one, if all modules that it names are meant."""
+    """Merge equal entries of layers into one pattern, if it matches no other modules."""
     alike: defaultdict[str, list[str]] = defaultdict(list)
     for path in every:
         alike[numberless(path)].append(path)
@@ -96,7 +93,7 @@ def _globbed(words: Mapping[str, str], every: list[str]) -> dict[str, str]:
 
 
 class _Words:
-    """The words of each module."""
+    """Words of each module."""
 
     def __init__(self, derivation: Derivation) -> None:
         self.derivation, self.model = derivation, derivation.found.model
@@ -104,7 +101,7 @@ class _Words:
         self.said: defaultdict[str, list[str]] = defaultdict(list)
 
     def by_path(self) -> dict[str, str]:
-        """Path of a module -> words, in the order of the modules."""
+        """Return path -> words, in module order."""
         self._shards()
         for path in self.sums:
             self.said[path].append("sum")
@@ -117,7 +114,7 @@ class _Words:
         return {path: ", ".join(self.said[path]) for path in order if path in self.said}
 
     def _shards(self) -> None:
-        """Layers by columns or by rows, and single tensors."""
+        """Add words for layers sharded by columns or rows, and for single tensors."""
         shards: defaultdict[str, dict[str, tuple[int, list[Term]]]] = defaultdict(dict)
         for name, axis, blocks in self.derivation.sharded():
             owner, _, leaf = name.rpartition(".")
@@ -142,7 +139,7 @@ class _Words:
                     self.said[owner].append(f"shard({leaf}, {axis}{more})")
 
     def _gradients(self) -> None:
-        """Sums of gradients, at modules and of whole parameters."""
+        """Add words for gradients summed at modules and for replicated parameters."""
         placed, arguments = self.derivation.collectives, defaultdict[str, list[str]](list)
         for path, name in placed.gradients:
             if name:
@@ -160,7 +157,7 @@ class _Words:
         self._say("partial", partial)
 
     def _numbers(self) -> None:
-        """Attributes of modules and of their configs."""
+        """Add words for divided attributes of modules and of their configs."""
         divided: defaultdict[str, list[str]] = defaultdict(list)
         for path, name in self.derivation.divided:
             owner, _, leaf = path.rpartition(".")
@@ -171,7 +168,7 @@ class _Words:
         self._say("divide", divided)
 
     def _draws(self) -> None:
-        """Random numbers for what is sharded: dropout, by a layer or by a function."""
+        """Add ``fork_rng`` where random values are drawn for sharded tensors, as in dropout."""
         chosen, found = self.derivation.chosen, self.derivation.found
         for node in found.nodes:
             if node.kind == "operation" and node.name in DRAWS:
@@ -185,7 +182,7 @@ class _Words:
 
     # --- blocks ---------------------------------------------------------------------------------
     def _blocks(self, owner: str, blocks: list[Term]) -> str:
-        """Nothing for one block, a number of equal ones, or sizes as formulas of attributes."""
+        """Return ``""`` for one block, the number of equal ones, or sizes as formulas."""
         sizes = [size_of(block) for block in blocks]
         if len(set(sizes)) == 1:
             return str(len(sizes)) if len(sizes) > 1 else ""
@@ -193,7 +190,7 @@ class _Words:
         while paths[-1]:
             paths.append(paths[-1].rpartition(".")[0])
         around = [self.model.get_submodule(path) for path in paths]
-        # Keys and values of a head have the same sharded axis and the same size.
+        # Keys and values of a head have the same sharded axes and the same size.
         alike = [(size_of(block), *self._sharded_axes(block)) for block in blocks]
         formulas: dict[Any, str] = {}
         for key, block, size in zip(alike, blocks, sizes, strict=True):
@@ -207,7 +204,7 @@ class _Words:
 
 
 def _gives(formula: str, size: int, around: list[nn.Module]) -> bool:
-    """Return whether a formula is read as it was meant, from the layer outward."""
+    """Return whether a formula, read from the layer outward, has the intended value."""
     try:
         return value_of(ast.parse(formula, mode="eval").body, around) == size
     except ValueError:

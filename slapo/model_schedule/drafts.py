@@ -1,4 +1,4 @@
-"""``slapo.draft``: a recipe derived from a model itself, proved, and written as text."""
+"""``slapo.draft``: derive a recipe from a model, prove it, and write it as a program."""
 
 from __future__ import annotations
 
@@ -41,34 +41,34 @@ from slapo.verify.placement.fake_parameters import REAL_BYTES
 from slapo.verify.placement.offline import check_at
 from slapo.weights.slots import replacements
 
-#: So often a draft is derived again, without the axes that the check refused.
+#: Maximum number of derivations, each without the axes that the check refused before.
 _TRIES = 8
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A recipe that was derived from a model.
+    """A recipe derived from a model.
 
     Attributes
     ----------
     recipe
-        For :func:`slapo.register_recipe`; ``str(draft)`` is the program that registers it.
+        The derived recipe; ``str(draft)`` is the program that registers it.
     model
         Name of the model's class.
     key
-        The key under which the program registers the recipe.
+        Key under which the program registers the recipe.
     ranks
-        Number of ranks that it was derived for.
+        Number of ranks that the recipe was derived for.
     share
-        Share of the bytes of all parameters that are sharded.
+        Fraction of all parameter bytes that is sharded.
     collectives
-        How many collectives a forward and a backward pass have.
+        Number of collectives in a forward and a backward pass.
     left_whole
-        Matrix that every rank holds whole -> for each of its axes, why.
+        Name of each replicated matrix -> the reason for each of its axes.
     given_up
-        Axes that were tried first, and why they stay whole.
+        Axes that were sharded in earlier attempts, and why they stay replicated.
     verdict
-        The error of :func:`slapo.check`; None if it passed, or was not asked.
+        The error of :func:`slapo.check`; None if it passed or was not run.
     """
 
     recipe: Recipe
@@ -82,7 +82,7 @@ class Draft:
     verdict: PlacementError | None = None
 
     def apply(self, sch: Schedule) -> Schedule:
-        """Apply the recipe to the root schedule of a model of this kind, and return it."""
+        """Apply the recipe to the root schedule of such a model, and return the schedule."""
         _apply(self.recipe, sch)
         return sch
 
@@ -90,7 +90,7 @@ class Draft:
         return _program(self)
 
     def summary(self) -> str:
-        """The share that is sharded, and the matrices that are not, in a few lines."""
+        """Summarize the sharded fraction and the replicated matrices in a few lines."""
         lines = [
             f"{self.model} on {self.ranks} ranks: {self.share:.0%} of the parameters' bytes are "
             f"sharded, with {self.collectives} collectives in a forward and a backward pass"
@@ -117,35 +117,35 @@ def draft(
 ) -> Draft:
     """Derive a tensor-parallel recipe for a model, without a table of its family.
 
-    The model runs forward once, in this process and without its weights, and every operation says
-    which dimensions of parameters are the same axis: heads, features of an MLP. Axes that nothing
-    needs whole are sharded; sums go where they are missing. Then :func:`slapo.check` proves the
-    result for `ranks` and for two ranks. Axes that it refuses stay whole.
+    The model runs forward once, in this process and without its weights. Every operation shows
+    which parameter dimensions are the same axis, such as heads or features of an MLP. Axes that no
+    operation needs in full are sharded, and missing reductions are added. Then :func:`slapo.check`
+    proves the result for `ranks` and for two ranks. Axes that it refuses stay replicated.
 
     Parameters
     ----------
     model
-        A model that is not scheduled; parameters may be on meta.
+        Unscheduled model; its parameters may be on meta.
     inputs
         Example inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments.
     ranks
-        Number of slices; axes that it does not divide stay whole.
+        Number of slices; axes that it does not divide stay replicated.
     loss_fn
-        Output -> scalar, as for :func:`slapo.check`.
+        Function from the output to a scalar, as for :func:`slapo.check`.
     check
-        False leaves out the proof.
+        False skips the proof.
 
     Returns
     -------
     Draft
-        Its text is a program that registers the recipe: to read, to keep and to edit.
+        The result; as text it is an editable program that registers the recipe.
 
     Raises
     ------
     ValueError
-        For less than two ranks, and for a number that divides no axis.
+        For fewer than two ranks, or a number that divides no axis.
     SlapoError
-        If the model is scheduled or wrapped already, or does not run on the inputs.
+        If the model is already scheduled or wrapped, or does not run on the inputs.
 
     Examples
     --------
@@ -173,7 +173,7 @@ def draft_offline(
     check: bool = True,
     shortened: Callable[[nn.Module], nn.Module] | None = None,
 ) -> Draft:
-    """As :func:`draft`; `shortened` may take out layers that are like others, for the proof."""
+    """Run :func:`draft`; `shortened` may remove layers like others for the proof."""
     if not isinstance(model, nn.Module) or isinstance(ranks, bool) or not isinstance(ranks, int):
         raise TypeError(
             f"draft takes a model and a number of ranks, got {describe(model)} and "
@@ -198,14 +198,10 @@ def draft_offline(
 
 
 def draft_in_group(model: nn.Module, inputs: Any, group: Any) -> Draft:
-    """A draft for the ranks of a group, which all derive the same and check it together.
+    """Derive a recipe on all ranks of a group and check it on them together.
 
-    Low-rank adapters are left out: they split with their layers.
-
-    Raises
-    ------
-    PlacementError
-        If the check refuses the last one too.
+    Low-rank adapters are left out: they are sharded with their layers. Raises PlacementError if the
+    check refuses the last attempt too.
     """
     model = _without_adapters(model)
 
@@ -215,7 +211,7 @@ def draft_in_group(model: nn.Module, inputs: Any, group: Any) -> Draft:
         prove(sch, inputs, lambda other: _apply(recipe, other), "the draft of {}")
 
     def agree(names: list[str]) -> list[str]:
-        """Ranks may have found other modules than each other."""
+        """Merge the axes of all ranks, which may have found different modules."""
         return sorted({name for each in gathered(names, group) for name in each})
 
     drafted = _draft(model, inputs, group_size(group), prove_here, agree)
@@ -225,7 +221,7 @@ def draft_in_group(model: nn.Module, inputs: Any, group: Any) -> Draft:
 
 
 def _without_adapters(model: nn.Module) -> nn.Module:
-    """The model as its class makes it; a copy, where layers have low-rank adapters around them."""
+    """Return the model, or a copy without the low-rank adapters around its layers."""
     adapted = [path for path, module in model.named_modules() if is_adapted(module)]
     if not adapted:
         return model
@@ -233,14 +229,14 @@ def _without_adapters(model: nn.Module) -> nn.Module:
     for path in adapted:
         owner, _, name = path.rpartition(".")
         setattr(plain.get_submodule(owner), name, plain.get_submodule(f"{path}.base_layer"))
-    for parameter in plain.parameters():  # which PEFT has frozen
+    for parameter in plain.parameters():  # PEFT has frozen them.
         if parameter.is_floating_point():
             parameter.requires_grad_(True)
     return plain
 
 
 def _refuse_unfit(model: nn.Module) -> None:
-    """Refuse a model that something was done to already."""
+    """Refuse a model that is already scheduled, wrapped, quantized or adapted."""
     wrappers = (torch._dynamo.OptimizedModule, DistributedDataParallel, nn.DataParallel)
     kinds = {type(module).__module__.partition(".")[0] for module in model.modules()}
     dtypes = {parameter.dtype for parameter in model.parameters()}
@@ -259,7 +255,7 @@ def _refuse_unfit(model: nn.Module) -> None:
 
 
 def _derive(model: nn.Module, inputs: Any, ranks: int, banned: set[str]) -> Derivation:
-    """A derivation; an error of the model names the module."""
+    """Derive the axes; an error of the model names the module."""
     args, kwargs = as_call(inputs)
     refuse_batch(model, args)
     try:
@@ -285,7 +281,7 @@ def _draft(
     prove_recipe: Callable[[Recipe], None] | None,
     agree: Callable[[list[str]], list[str]] = list,
 ) -> Draft:
-    """Derive, and prove, until nothing is refused or nothing is left to give up."""
+    """Derive and prove until nothing is refused or no axis is left to give up."""
     _refuse_unfit(model)
     base = base_path(model, "")
     banned: set[str] = set()
@@ -336,7 +332,7 @@ def _refuse_unfit_ranks(derivation: Derivation) -> None:
 
 
 def _axes_at(derivation: Derivation, path: str) -> list[str]:
-    """The sharded axes of a module, or of the nearest around it that has some."""
+    """Return the sharded axes of a module, or of the nearest enclosing one that has some."""
     while True:
         found = derivation.axes_below(path)
         if found or not path:
@@ -350,7 +346,7 @@ def _apply(recipe: Recipe, sch: Schedule) -> None:
 
 
 def blank_copy(model: nn.Module) -> nn.Module:
-    """A copy, without weights if these are large."""
+    """Copy a model, without its weights if these are large."""
     tensors = [*model.parameters(), *model.buffers()]
     if sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= REAL_BYTES:
         return copy.deepcopy(model)
@@ -358,7 +354,7 @@ def blank_copy(model: nn.Module) -> nn.Module:
 
 
 def _count(derivation: Derivation) -> int:
-    """Collectives of a pass, those of embeddings and heads too."""
+    """Count the collectives of a forward and a backward pass, including embeddings and heads."""
     placed = derivation.collectives
     return (
         len(placed.sums)

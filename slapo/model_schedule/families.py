@@ -1,4 +1,4 @@
-"""The families of models that have a recipe, a table each."""
+"""Model families with a recipe, one table each."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from slapo.schedule import Schedule
 
 
 def _cross_attention(config: Any) -> dict[str, str]:
-    """The refusal of BERT and GPT-2 as decoders behind an encoder."""
+    """Refuse tensor parallelism for BERT and GPT-2 as decoders with cross attention."""
     why = "its cross attention has no entry in the table"
     return {"tensor parallelism": why} if config.add_cross_attention else {}
 
 
 @register_recipe("bert", "roberta")
 def bert(config: Any) -> Recipe:
-    """BERT and RoBERTa: encoders whose layers are the same but for their names around."""
+    """BERT and RoBERTa: encoders with the same layers under different names."""
     attention = Region(
         "attention.self",
         columns=" ".join(f"attention.self.{name}" for name in ("query", "key", "value")),
@@ -42,8 +42,8 @@ def bert(config: Any) -> Recipe:
 
 @register_recipe("albert")
 def albert(config: Any) -> Recipe:
-    """ALBERT: an encoder that runs the same layers again and again."""
-    # Attention adds the residual itself, so its projections are entered one by one.
+    """ALBERT: an encoder that runs the same layers repeatedly."""
+    # Attention adds the residual itself, so each projection is entered by itself.
     projections = " ".join(f"attention.{name}" for name in ("query", "key", "value"))
     regions = (
         Region(projections, columns=projections, rows="attention.dense"),
@@ -70,8 +70,8 @@ _GPT_MLP = Region("mlp", columns="mlp.c_fc", rows="mlp.c_proj")
 
 @register_recipe("gpt2")
 def gpt2(config: Any) -> Recipe:
-    """GPT-2: query, key and value in one layer, and weights that lie the other way round."""
-    # Its attention cuts the packed layer's output by numbers of its own: split_size.
+    """GPT-2: query, key and value in one layer, and transposed weights."""
+    # Attention splits the packed output by an attribute of its own, split_size.
     attention = Region(
         "attn",
         columns="attn.c_attn",
@@ -88,8 +88,8 @@ def gpt2(config: Any) -> Recipe:
 
 @register_recipe("gpt_neo")
 def gpt_neo(config: Any) -> Recipe:
-    """GPT-Neo: GPT-2 with separate projections, and windows in every other layer."""
-    # Its attention does not ask Transformers' table, so a module takes its place.
+    """GPT-Neo: GPT-2 with separate projections, and local attention in every other layer."""
+    # Its attention ignores Transformers' attention table, so a module replaces it.
     projections = " ".join(f"attn.attention.{name}_proj" for name in "qkv")
     attention = Region(
         "attn",
@@ -108,19 +108,19 @@ def gpt_neo(config: Any) -> Recipe:
 
 
 def _use_own_attention(base: Schedule, backend: str) -> None:
-    """The same layers around another kernel."""
+    """Replace attention by a module with the same layers and another kernel."""
     make = functools.partial(own_attention, backend=backend)
     base.select("h.*.attn.attention").replace(make)
 
 
 def own_attention(path: str, module: nn.Module, backend: str) -> GPTNeoAttention:
-    """The replacement of one module."""
+    """Return the replacement of one attention module."""
     return GPTNeoAttention(module, backend)
 
 
 @register_recipe("opt")
 def opt(config: Any) -> Recipe:
-    """OPT: a decoder that makes one dimension of batch and tokens before its MLP."""
+    """OPT: a decoder that merges batch and token dimensions before its MLP."""
     attention = Region(
         "self_attn",
         columns=" ".join(f"self_attn.{name}_proj" for name in "qkv"),
@@ -140,7 +140,7 @@ _ATTENTION = Region(
     "self_attn",
     columns="self_attn.q_proj self_attn.k_proj self_attn.v_proj",
     rows="self_attn.o_proj",
-    # Gemma 3 is given two rotary tables, and multimodal models further tensors.
+    # Gemma 3 is given two rotary tables, and multimodal models additional tensors.
     takes="hidden_states",
     key_values="self_attn.k_proj self_attn.v_proj",
     groups="self_attn.num_key_value_groups",
@@ -150,12 +150,12 @@ _GATED_MLP = Region("mlp", columns="mlp.gate_proj mlp.up_proj", rows="mlp.down_p
 
 @register_recipe("llama", "mistral", "qwen2")
 def llama(config: Any) -> Recipe:
-    """Llama, and the decoders that are built like it: Mistral, Qwen2."""
+    """Llama, and decoders of the same structure: Mistral, Qwen2."""
     return _decoder(_ATTENTION, _GATED_MLP)
 
 
 def _decoder(*regions: Region) -> Recipe:
-    """Layers of these regions, between an embedding and a norm."""
+    """Return a recipe of layers with these regions, between an embedding and a norm."""
     return Recipe(
         stacks=(Stack("layers", regions, last="norm"),),
         embeddings="embed_tokens",
@@ -164,7 +164,7 @@ def _decoder(*regions: Region) -> Recipe:
 
 
 def _with_head_norms(recipe: Recipe) -> Recipe:
-    """Queries and keys are normalized head by head, with one weight for all heads."""
+    """Add the norms of queries and keys: applied per head, with one weight for all heads."""
     (stack,) = recipe.stacks
     attention, *others = stack.regions
     attention = replace(attention, inside="self_attn.q_norm self_attn.k_norm")
@@ -173,7 +173,7 @@ def _with_head_norms(recipe: Recipe) -> Recipe:
 
 @register_recipe("qwen3")
 def qwen3(config: Any) -> Recipe:
-    """Qwen3: Llama with norms of heads."""
+    """Qwen3: Llama with per-head norms."""
     return _with_head_norms(_decoder(_ATTENTION, _GATED_MLP))
 
 
@@ -185,7 +185,7 @@ def gemma(config: Any) -> Recipe:
 
 @register_recipe("gemma3", "gemma3_text")
 def gemma3(config: Any) -> Recipe:
-    """Gemma 3: Gemma with norms of heads, and windows; in a model of images, its text part."""
+    """Gemma 3: Gemma with per-head norms and sliding windows; for image models, the text part."""
     recipe = _with_head_norms(_decoder(_ATTENTION, _GATED_MLP))
     if not hasattr(config, "vision_config"):
         return recipe
@@ -196,15 +196,15 @@ def gemma3(config: Any) -> Recipe:
 
 @register_recipe("mixtral")
 def mixtral(config: Any) -> Recipe:
-    """Mixtral: Llama's attention; each rank has a slice of every expert, and all of the router."""
-    # Experts are split within, so that all ranks have the same work whatever the routing.
+    """Mixtral: Llama's attention; every expert is sharded, and the router is replicated."""
+    # Each expert is sharded, so that all ranks have the same work whatever the routing.
     return _decoder(_ATTENTION, Region("mlp", experts="mlp.experts", whole="mlp.gate"))
 
 
 @register_recipe("t5")
 def t5(config: Any) -> Recipe:
-    """T5: two stacks; cross attention reads the encoder's result in every layer of the decoder."""
-    # Attention is given a bias of positions, of which each rank has its heads'.
+    """T5: two stacks; every decoder layer reads the encoder's output by cross attention."""
+    # Attention is given a position bias; each rank has the bias of its own heads.
     wide = "wi_0 wi_1" if config.is_gated_act else "wi"
 
     def attention(path: str) -> Region:
@@ -269,5 +269,5 @@ def wideresnet(config: Any) -> Recipe:
 
 
 def _images(config: Any) -> dict[str, Any]:
-    """Two small images: sizes stay free."""
+    """Return two small images; the sizes are arbitrary."""
     return {"x": torch.zeros(2, 3, 64, 64)}

@@ -1,4 +1,4 @@
-"""Names that published schedules of GPT-2 import."""
+"""Names that published GPT-2 schedules import."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from slapo.sharding.vocab import PostHook, PreHook, vocabulary_hooks
 
 
 def gen_embedding_hooks(sch: Schedule, vocab_size: int) -> tuple[PreHook, PostHook]:
-    """Hooks of an embedding whose rows are spread over the group of a schedule.
+    """Return hooks for an embedding whose rows are sharded over the group of a schedule.
 
     Parameters
     ----------
     sch
-        Of any module of the model.
+        Schedule of any module of the model.
     vocab_size
-        Rows of the whole table.
+        Number of rows of the full table.
 
     Returns
     -------

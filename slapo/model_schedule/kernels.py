@@ -1,4 +1,4 @@
-"""Modules of Transformers that have a faster form with the same numbers and parameters."""
+"""Faster replacements for Transformers modules, with the same values and parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slapo.schedule import Schedule
 
 logger = get_logger()
 
-#: Classes that write out the tanh form of GELU operation by operation.
+#: Classes that compute the tanh form of GELU operation by operation.
 _GELUS = ("NewGELUActivation", "FastGELUActivation")
 #: Norms that :class:`slapo.op.norm.RMSNorm` computes.
 _NORMS = (
@@ -27,17 +27,18 @@ _NORMS = (
     "Qwen3RMSNorm",
     "MixtralRMSNorm",
 )
-#: Those that add 1 to their weight.
+#: Norms that add 1 to their weight.
 _NORMS_OF_OFFSETS = ("GemmaRMSNorm", "Gemma3RMSNorm")
 #: Blocks that :class:`slapo.op.mlp.GatedMLP` computes.
 _GATED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "GemmaMLP", "Gemma3MLP")
 
-#: Ends of the halves of a layer that :class:`slapo.op.residual.DenseDropoutAddNorm` computes.
+#: Layer tails (dense, dropout, residual, norm) that :class:`slapo.op.residual.DenseDropoutAddNorm`
+#: computes.
 _ENDS = ("BertSelfOutput", "BertOutput", "RobertaSelfOutput", "RobertaOutput")
 
 
 def use_kernels(base: Schedule) -> None:
-    """Activations, norms and gated blocks by kernels, for what below `base` is of a known class."""
+    """Replace activations, norms and gated blocks of known classes below `base`."""
     makers: dict[str, Callable[[str, Any], nn.Module]] = {
         "GELUActivation": exact_gelu,
         **dict.fromkeys(_GELUS, tanh_gelu),
@@ -61,47 +62,47 @@ def use_kernels(base: Schedule) -> None:
 
 
 def exact_gelu(path: str, module: nn.Module) -> nn.GELU:
-    """GELU as a module that fusions know."""
+    """Return GELU as a module that fusions recognize."""
     return nn.GELU()
 
 
 def tanh_gelu(path: str, module: nn.Module) -> nn.GELU:
-    """GELU's tanh form as one kernel."""
+    """Return the tanh form of GELU as one kernel."""
     return nn.GELU(approximate="tanh")
 
 
 def rms_norm(path: str, module: nn.Module) -> RMSNorm:
-    """The norm as one kernel, with the same parameter."""
+    """Return the norm as one kernel, with the same parameter."""
     return RMSNorm.like(module)
 
 
 def rms_norm_of_offsets(path: str, module: nn.Module) -> RMSNorm:
-    """The same, of a weight that says how far it is from 1."""
+    """Return the norm as one kernel; its weight is an offset from 1."""
     return RMSNorm.like(module, offset=1.0)
 
 
 def rms_norm_of_t5(path: str, module: nn.Module) -> RMSNorm:
-    """The same, cast to the type of the weight."""
+    """Return the norm as one kernel, cast to the dtype of the weight."""
     return RMSNorm.like(module, casts_to_weight=True)
 
 
 def gated_mlp(path: str, module: nn.Module) -> GatedMLP:
-    """The block with the product of its activation as one function, of the same layers."""
+    """Return the block around the same layers, with a fused activation and product."""
     return GatedMLP.like(module)
 
 
 def gated_dense(path: str, module: nn.Module) -> GatedDense:
-    """The same, of T5."""
+    """Return T5's gated block around the same layers, with a fused activation and product."""
     return GatedDense.like(module)
 
 
 def end_of_half(path: str, module: nn.Module) -> DenseDropoutAddNorm:
-    """Dropout, residual and norm as one module, which can run them as one kernel."""
+    """Return dropout, residual and norm as one module, which can run them as one kernel."""
     return DenseDropoutAddNorm.like(module)
 
 
 def use_backend(sch: Schedule, name: str, required: bool) -> bool:
-    """Attention of a model of Transformers by a backend; False where it stays the model's own."""
+    """Set the attention backend; return False if attention stays the model's own."""
     try:
         use_attention(sch.mod, name)
     except ValueError as error:
@@ -113,7 +114,7 @@ def use_backend(sch: Schedule, name: str, required: bool) -> bool:
 
 
 def fuse_bias_gelu(layers: list[Schedule], where: str) -> None:
-    """The addition of a bias and the GELU after it as one kernel of TorchScript.
+    """Fuse a bias addition and the GELU after it into one TorchScript kernel.
 
     ``gelu(linear(x)) --> BiasGELU(matmul(x), bias)``
     """
@@ -133,5 +134,5 @@ def fuse_bias_gelu(layers: list[Schedule], where: str) -> None:
 
 
 def _gelu_of_sum(x: Tensor, bias: Tensor) -> Tensor:
-    """Matches a module of either form."""
+    """Pattern that matches a GELU module of either form."""
     return F.gelu(x + bias)

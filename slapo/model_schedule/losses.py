@@ -1,8 +1,8 @@
-"""The loss of a head that is split or fused, computed where the model would have computed it.
+"""Losses of sharded or fused heads, computed instead of the model's own loss.
 
-Models compute their loss from whole logits. Labels are taken out of the call before the model sees
-them; the loss is then put into the output where the model's own would stand. Hooks find all that
-they need on the module, so that a record can hold them by name.
+Models compute their loss from full logits. A pre-hook takes the labels out of the call; a post-hook
+puts the loss into the output. Hooks read all state from the module, so that a record can store them
+by name.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from slapo.schedule import Schedule
 from slapo.sharding.state import sharding_of, shards_of
 from slapo.wrapper import innermost
 
-#: Where a model keeps the targets of the present call.
+#: Attribute of a model: the targets of the current call.
 _TARGETS = "_slapo_targets"
-#: On a head: False once it is known that its output is not changed.
+#: Attribute of a head: False once its output is known to stay unchanged.
 _TOUCHED = "_slapo_touched"
-#: Names of configs for what models do to logits after the head.
+#: Config entries that change logits after the head.
 _AFTER_THE_HEAD = (
     "final_logit_softcapping",
     "output_logit_soft_cap",
@@ -37,15 +37,15 @@ _AFTER_THE_HEAD = (
     "output_multiplier",
 )
 _BIAS = "final_logits_bias"
-#: Of a call: what Transformers' own losses take beside labels.
+#: Arguments of Transformers' losses besides the labels.
 _LOSS_ARGUMENTS = ("num_items_in_batch", "shift_labels", "ignore_index")
-#: A model's method: what its decoder is given for labels.
+#: Method of a model that makes the decoder's input from labels.
 _SHIFT = "prepare_decoder_input_ids_from_labels"
-#: Endings of classes whose labels are tokens.
+#: Suffixes of classes whose labels are tokens.
 _TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
-#: Functions of Transformers' table of losses -> whether labels are moved by one token.
+#: Functions in Transformers' loss table -> whether they shift labels by one token.
 _FUNCTIONS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
-#: Classes that call such a function, and move labels themselves or add to the loss.
+#: Classes that call such a function, but shift labels themselves or add to the loss.
 _OTHERWISE = frozenset(
     """
     BambaForCausalLM CanaryForConditionalGeneration CohereAsrForConditionalGeneration
@@ -54,7 +54,8 @@ _OTHERWISE = frozenset(
     MoonshineStreamingForConditionalGeneration PPFormulaNetForConditionalGeneration
     """.split()  # noqa: SIM905
 )
-#: Classes, beside those for masked tokens, that call no such function: a plain cross entropy.
+#: Classes, besides those for masked tokens, that compute a plain cross entropy without such a
+#: function.
 _PLAIN = frozenset(
     """
     BartForCausalLM BartForConditionalGeneration BigBirdPegasusForCausalLM
@@ -75,10 +76,10 @@ _PLAIN = frozenset(
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """A mean of the cross entropies of tokens.
+    """A mean cross entropy of tokens.
 
-    `moved`: a label is compared with the prediction one token before. `counted`: the model takes
-    ``num_items_in_batch`` to divide by, and ``ignore_index``.
+    `moved`: labels are shifted by one token. `counted`: the model accepts ``num_items_in_batch``
+    and ``ignore_index``.
     """
 
     moved: bool
@@ -86,12 +87,13 @@ class OwnLoss:
 
 
 def own_loss(model: Any) -> OwnLoss | str:
-    """The loss that a model computes from logits and labels; or why it is not known.
+    """Return the loss that a model computes from logits and labels, or why it is unknown.
 
-    A head that is split or fused gives the loss in the model's place. Names of classes do not say
-    which it is: some decoders compare labels as they are, so the exceptions are in a table.
+    A sharded or fused head computes this loss instead of the model. Class names do not determine
+    it, since some decoders do not shift labels. Tables list the exceptions.
     """
-    names = [kind.__name__ for kind in type(model).__mro__]  # a user's own class of such a model
+    # includes a user's subclass of such a model
+    names = [kind.__name__ for kind in type(model).__mro__]
     takes = inspect.signature(model.forward).parameters
     if "labels" not in takes or not any(name.endswith(_TOKENS) for name in names):
         return "takes no labels of tokens"
@@ -135,10 +137,10 @@ def check_loss(model: nn.Module, head: str, option: str) -> None:
 
 
 def check_fused(model: nn.Module, config: Any) -> None:
-    """Refuse models that scale or cap their logits, which there are none of."""
+    """Refuse models that scale or cap their logits: with a fused loss there are no logits."""
     values = {name: getattr(config, name, None) for name in _AFTER_THE_HEAD}
     changes = {name: value for name, value in values.items() if value not in (None, 0.0, 1.0)}
-    if hasattr(model, _BIAS):  # beside the head: BART and its kin
+    if hasattr(model, _BIAS):  # BART and related models add it outside the head
         changes[_BIAS] = "a buffer"
     if changes:
         raise ValueError(
@@ -148,7 +150,7 @@ def check_fused(model: nn.Module, config: Any) -> None:
 
 
 def fuse_loss(sch: Schedule, head: str) -> None:
-    """The head computes the loss from hidden states, by pieces: there are no logits then."""
+    """Compute the loss in the head from hidden states, in chunks and without logits."""
     own = _known(sch.mod)
     give = functools.partial(give_targets, head=head, shift=own.moved, counted=own.counted)
     sch.sync("fwd_pre", give)
@@ -156,7 +158,7 @@ def fuse_loss(sch: Schedule, head: str) -> None:
 
 
 def split_loss(sch: Schedule, head: str) -> None:
-    """Each rank has its columns of the logits, and all ranks the loss."""
+    """Compute the loss from sharded logits; every rank gets the full loss."""
     own = _known(sch.mod)
     keep = functools.partial(keep_targets, shift=own.moved, counted=own.counted)
     sch.sync("fwd_pre", keep)
@@ -170,13 +172,13 @@ def _known(model: nn.Module) -> OwnLoss:
 
 
 def loss_head(path: str, module: nn.Module) -> LossHead:
-    """A linear layer as one that can compute the loss."""
+    """Return the linear layer as a head that can compute the loss."""
     assert isinstance(module, nn.Linear), "checked before"
     return LossHead.like(module)
 
 
 def refuse_generate(model: nn.Module) -> None:
-    """Leave a model without :meth:`generate`, which would choose among one rank's columns."""
+    """Disable :meth:`generate`, which would choose among one rank's columns only."""
     if hasattr(model, "generate"):
         model.__dict__["generate"] = _refuse_generate
 
@@ -190,7 +192,7 @@ def _refuse_generate(*args: Any, **kwargs: Any) -> None:
 
 # --- hooks ---------------------------------------------------------------------------------------
 def gather_without_labels(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Hook of a split head: without targets it gives logits, and these are to be whole."""
+    """Post-hook of a sharded head: without labels the head returns logits, so gather them."""
     layer = innermost(module)
     assert isinstance(layer, LossHead), "made before"
     return layer.gathered(output) if layer.targets is None else output
@@ -205,14 +207,14 @@ def give_targets(
     shift: bool,
     counted: bool,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Hook: labels go to the head instead of the model."""
+    """Pre-hook: pass the labels to the head instead of the model."""
     args, kwargs, targets = _taken(module, args, kwargs, shift, counted)
     _head(module, head).targets = targets
     return args, kwargs
 
 
 def take_loss(module: nn.Module, args: tuple[Any, ...], output: Any, *, head: str) -> Any:
-    """Hook: what stands instead of the logits is the loss."""
+    """Post-hook: take the loss from the logits' position in the output."""
     layer = _head(module, head)
     if layer.targets is None:
         return output
@@ -227,16 +229,16 @@ def take_loss(module: nn.Module, args: tuple[Any, ...], output: Any, *, head: st
 
 
 def _check_untouched(module: nn.Module, layer: LossHead, loss: Tensor) -> None:
-    """Refuse a model that scales or caps its logits after the head: it has done so to the loss.
+    """Refuse a model that scales or caps its logits after the head: it has changed the loss.
 
-    Seen by the numbers of the first call that has some; engines pass on a tensor of their own.
+    The first call with real values is checked; engines pass a tensor of their own.
     """
     given, layer.given = layer.given, None
     if layer.__dict__.get(_TOUCHED) is False or given is None or isinstance(given, FakeTensor):
         return
     if given.is_meta or torch.compiler.is_compiling():
         return
-    # A bias added to logits makes a row of it.
+    # A bias added to the logits turns the scalar loss into a row.
     before = float(given)
     after = float(loss.detach()) if loss.numel() == 1 else float("inf")
     if before != after and before == before:
@@ -257,14 +259,14 @@ def keep_targets(
     shift: bool,
     counted: bool,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Hook: labels are kept for the end of the call."""
+    """Pre-hook: keep the labels until the end of the call."""
     args, kwargs, targets = _taken(module, args, kwargs, shift, counted)
     module.__dict__[_TARGETS] = targets
     return args, kwargs
 
 
 def put_split_loss(module: nn.Module, args: tuple[Any, ...], output: Any, *, head: str) -> Any:
-    """Hook: the loss of slices of the logits."""
+    """Post-hook: put the loss of sharded logits into the output."""
     targets: Targets | None = module.__dict__.pop(_TARGETS, None)
     if targets is None:
         return output
@@ -311,7 +313,7 @@ def _group(layer: nn.Module) -> Any:
 
 
 def _whole_loss(module: nn.Module, loss: Tensor, output: Any) -> Tensor:
-    """With the loss of a router, which models add where they compute both."""
+    """Add the router's loss, as models do that compute both."""
     auxiliary = getattr(output, "aux_loss", None)
     if auxiliary is None:
         return loss
@@ -325,7 +327,7 @@ def _taken(
     shift: bool,
     counted: bool,
 ) -> tuple[tuple[Any, ...], dict[str, Any], Targets | None]:
-    """The call without its labels, and what is to be computed from them."""
+    """Return the call without its labels, and the targets made from them."""
     names = list(inspect.signature(innermost(module).forward).parameters)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     labels = given.get("labels")
@@ -333,7 +335,7 @@ def _taken(
         return args, kwargs, None
     given["labels"] = None
     loss = {name: given.pop(name, None) for name in _LOSS_ARGUMENTS}
-    if not counted:  # the model takes them, and ignores them
+    if not counted:  # the model accepts and ignores them
         loss = dict.fromkeys(loss)
     count, moved = loss["num_items_in_batch"], loss["shift_labels"]
     ignored = IGNORED if loss["ignore_index"] is None else loss["ignore_index"]
@@ -346,7 +348,7 @@ def _taken(
 
 
 def _feed_decoder(module: Any, given: dict[str, Any], labels: Tensor) -> None:
-    """Models of two stacks make the decoder's input from the labels."""
+    """Make the decoder's input from the labels, as encoder-decoder models do."""
     if not _has_decoder(module):
         return
     if given.get("decoder_input_ids") is None and given.get("decoder_inputs_embeds") is None:

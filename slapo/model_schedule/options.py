@@ -1,4 +1,4 @@
-"""Options of a recipe, and their refusals before anything changes."""
+"""Options of a recipe, refused if invalid before anything changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ METHODS = ("uniform", "head")
 
 @dataclass(frozen=True)
 class Options:
-    """Options of :func:`slapo.model_schedule.apply_schedule`, which says what each does."""
+    """Options of :func:`slapo.model_schedule.apply_schedule`, which documents each."""
 
     fp16: bool = False
     bf16: bool = False
@@ -80,7 +80,7 @@ class Options:
                 raise ValueError(f"{name}=True with pipeline_cuts: {why}; leave {name} out")
 
     def asked(self) -> dict[str, Any]:
-        """Options that differ from the defaults."""
+        """Return the options that differ from the defaults."""
         pairs = ((each.name, getattr(self, each.name), each.default) for each in fields(self))
         return {name: value for name, value, default in pairs if value != default}
 
@@ -90,8 +90,8 @@ def _check_choice(name: str, value: Any, known: tuple[str, ...]) -> None:
         raise ValueError(f"{name} is {value!r}; pass one of {list(known)}")
 
 
-# --- what the model, its family or the group cannot have ------------------------------------------
-#: Names of the config: probabilities of dropout within attention.
+# --- limits of the model, its family and the group -----------------------------------------------
+#: Config entries for attention dropout probabilities.
 _DROPOUTS = (
     "attention_dropout",
     "attention_probs_dropout_prob",
@@ -104,7 +104,7 @@ _ABSENT = object()
 
 
 def check(base: Schedule, recipe: Recipe, options: Options, config: Any) -> None:
-    """Refuse what the model, its family or the group cannot have."""
+    """Refuse options that the model, its family or the group does not support."""
     _check_refused(recipe, options, base.world_size)
     _check_paths(base, recipe)
     if not (options.disable_fuse_bias_gelu or recipe.bias_gelu):
@@ -125,7 +125,7 @@ def check(base: Schedule, recipe: Recipe, options: Options, config: Any) -> None
 def _check_refused(recipe: Recipe, options: Options, ranks: int) -> None:
     wanted = dict(options.asked())
     if wanted.get("attn_op_name", "auto") is None:
-        del wanted["attn_op_name"]  # the model's own, which it has
+        del wanted["attn_op_name"]  # every family supports its own attention
     if ranks > 1:
         wanted["tensor parallelism"] = True
     for name, why in recipe.refuses.items():
@@ -145,7 +145,7 @@ def _check_paths(base: Schedule, recipe: Recipe) -> None:
 
 
 def has_layers(base: Schedule, stack: Stack) -> bool:
-    """Return whether a stack is there, and not empty."""
+    """Return whether a stack exists and is not empty."""
     try:
         return len(base.mod.get_submodule(stack.layers)) > 0  # type: ignore[arg-type]
     except (AttributeError, TypeError):
@@ -153,7 +153,7 @@ def has_layers(base: Schedule, stack: Stack) -> bool:
 
 
 def _check_names(base: Schedule, recipe: Recipe, options: Options, config: Any) -> None:
-    """Refuse a table whose paths, of which some classes lack some, are all absent."""
+    """Refuse a table if all paths of an entry are absent; some classes lack some of them."""
     root = base.get_top_schedule()
     model: Any = root.mod
     wrong: dict[str, str] = {}
@@ -183,7 +183,7 @@ def _check_names(base: Schedule, recipe: Recipe, options: Options, config: Any) 
 
 
 def _check_known(base: Schedule, recipe: Recipe) -> None:
-    """Whatever is in a split block sees slices, or is run by each rank for itself."""
+    """Refuse parameters inside a sharded block that the recipe does not name."""
     for stack in recipe.stacks:
         for layer in base.select(f"{stack.layers}.*"):
             unknown = _unknown_parameters(layer.mod, stack)
@@ -211,7 +211,7 @@ def _has_attribute(layer: Schedule, path: str) -> bool:
     return owner in layer and hasattr(layer[owner].mod, attribute)
 
 
-#: Entry of a region, how it is called in an error, and whether a layer has what it names.
+#: Field of a region, its name in errors, and a test whether a layer has it.
 _IN_LAYERS: tuple[tuple[str, str, Callable[[Schedule, str], bool]], ...] = (
     ("forked", "forked", lambda layer, path: path in layer),
     ("by_head", "by_head", lambda layer, path: tensor_by_head(layer, path) is not None),
@@ -240,7 +240,7 @@ def _check_counts(config: Any, recipe: Recipe, ranks: int) -> None:
 def _count(config: Any, name: str, default: Any = None) -> Any:
     try:
         return getattr(config, name, default)
-    except Exception as error:  # of the config's own: where it is one for each layer
+    except Exception as error:  # configs with a value per layer raise their own errors
         raise ValueError(f"{type(config).__name__}.{name} is not one number: {error}") from error
 
 
@@ -256,13 +256,13 @@ def _unfit(name: str, count: int, ranks: int, fit: list[int]) -> str:
 
 
 def dropouts(config: Any) -> dict[str, float]:
-    """Probabilities of dropout within attention that are not 0."""
+    """Return the nonzero attention dropout probabilities."""
     found = {name: getattr(config, name, None) for name in _DROPOUTS}
     return {name: value for name, value in found.items() if value}
 
 
 def check_own_dropout(config: Any, why: str) -> None:
-    """Attention of the model's own would drop the same of each rank's heads."""
+    """Refuse dropout in the model's own attention, which would be the same on all ranks."""
     active = dropouts(config)
     if active:
         raise ValueError(

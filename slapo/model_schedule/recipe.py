@@ -1,4 +1,4 @@
-"""The vocabulary of recipes: regions of a layer that are split, stacks of layers, a family."""
+"""Data types of recipes: sharded regions of a layer, stacks of layers, a family."""
 
 from __future__ import annotations
 
@@ -8,51 +8,52 @@ from typing import Any
 
 from slapo.schedule import Schedule
 
-#: Where tokens are in activations of ``(batch, tokens, hidden)``.
+#: Axis of the tokens in activations of shape ``(batch, tokens, hidden)``.
 TOKENS = 1
 
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a layer that is between column layers and row layers.
+    """A part of a layer between column layers and row layers.
 
-    Names are paths from the layer, several of them separated by blanks.
+    Names are paths relative to the layer; blanks separate several of them.
 
     Parameters
     ----------
     enter
-        Modules whose input is whole: under sequence parallelism it is gathered there, else its
-        gradient is summed there. One module around the column layers, unless something else in it
-        (a residual) takes that input too.
+        Modules whose input is replicated. With sequence parallelism it is gathered there, else its
+        gradient is summed there. Usually one module around the column layers, unless a residual in
+        it takes that input too.
     columns, rows
-        Layers that are split by output features, and those that take the slices and are summed.
+        Layers sharded by output features, and layers sharded by input features, whose outputs are
+        summed.
     takes
-        Names of the inputs of `enter` that are whole, where there are others too.
+        Names of the replicated inputs of `enter`, if it has others too.
     reads
-        Names of inputs that are another stack's result: whole, and never dealt out by tokens.
+        Names of inputs that are another stack's output: replicated, and never sharded by tokens.
     blocks
-        Equal parts that are side by side in each column layer's output, as packed query, key and
+        Number of equal blocks side by side in each column layer's output, as packed query, key and
         value.
     counts
-        ``module.attribute``: numbers of heads, divided by the ranks.
+        ``module.attribute``: head counts, which are divided by the number of ranks.
     inside
-        Whole modules that see a slice, such as norms of heads: their gradients are summed.
+        Replicated modules that take a slice, such as per-head norms; their gradients are summed.
     by_head
-        Embeddings with a column for each head, and parameters whose last axis is heads.
+        Embeddings with one column per head, and parameters whose last axis is heads.
     forked
-        Modules whose dropout acts on a slice, if no kernel has taken their place: each rank draws
-        numbers of its own.
+        Modules whose dropout acts on a slice, unless a kernel has replaced them. Each rank draws
+        different random values.
     axis
-        Along which tokens are there: 0 where the layer has made one dimension of batch and tokens.
+        Axis of the tokens there: 0 if the layer has merged the batch and token dimensions.
     key_values
-        Column layers of keys and values, which may have fewer heads than there are ranks.
+        Column layers of keys and values, which may have fewer heads than ranks.
     groups
-        ``module.attribute``: query heads for each head of keys.
+        ``module.attribute``: number of query heads per key head.
     experts
-        A module that holds the packed weights of all experts and is called with states, indices
-        and routing weights: each rank keeps a slice of every expert.
+        Module with the packed weights of all experts, called with states, indices and routing
+        weights. Every expert is sharded.
     whole
-        Modules of the region that every rank runs alike: a router.
+        Replicated modules of the region, such as a router.
     """
 
     enter: str
@@ -73,7 +74,7 @@ class Region:
 
     @property
     def paths(self) -> frozenset[str]:
-        """Modules whose parameters are the region's own affair."""
+        """Modules whose parameters the region handles."""
         lists = (self.columns, self.rows, self.inside, self.by_head, self.experts, self.whole)
         return frozenset(" ".join(lists).split())
 
@@ -88,16 +89,16 @@ class Stack:
     Parameters
     ----------
     layers
-        Path of the list, from the base model, as those below.
+        Path of the list, relative to the base model like the paths below.
     regions
-        Those of each layer.
+        Regions of each layer.
     last
-        What runs after the last layer on the same tokens: a norm.
+        Module that runs after the last layer on the same tokens, such as a norm.
     reads
-        ``module:input``: where the result of another stack comes in, so that the gradient of all
-        layers that read it is summed once.
+        ``module:input``: the input that takes another stack's output. The gradient of all layers
+        that read it is summed once there.
     optional
-        Whether some classes of the family lack it, as encoders alone do a decoder.
+        True if some classes of the family lack this stack, as encoder-only models lack a decoder.
     """
 
     layers: str
@@ -113,31 +114,33 @@ class Stack:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the models of one family run: what differs between families, as data.
+    """Everything that is specific to one model family, as data.
 
     Parameters
     ----------
     stacks
-        In the order of execution.
+        Stacks of layers, in order of execution.
     embeddings
-        Tables of the vocabulary, from the base model.
+        Paths of the vocabulary tables, relative to the base model.
     heads
-        Paths from the whole model of which one may be the head that makes logits.
+        Candidate paths of the head that makes logits, relative to the root model.
     counts
-        Names of the config whose numbers the size of the group must divide.
+        Config entries whose values the group size must divide.
     key_value_heads
-        Name of the config: heads of keys and values, shared by several ranks if there are fewer.
+        Config entry for the number of key/value heads; several ranks share one if there are too
+        few.
     refuses
-        Option -> why models of this family cannot have it.
+        Option -> why this family does not support it.
     bias_gelu
-        ``module:linear``: for each layer, a module and its linear layer whose bias goes with GELU.
+        ``module:linear``: in each layer, the module and its linear layer whose bias is fused with
+        GELU.
     attention
-        ``attention(sch, backend)``: where models do not ask Transformers' table for it.
+        ``attention(sch, backend)``: replaces attention that ignores Transformers' attention table.
     inputs
-        ``inputs(config)``: example inputs for traces; token ids by default.
+        ``inputs(config)``: returns example inputs for traces; token ids by default.
     splits
-        In place of regions: path of modules -> what is sharded and summed there, in the words of
-        :mod:`slapo.model_schedule.splits`, as :func:`slapo.draft` writes it.
+        Instead of regions: path of modules -> words that shard and sum there, defined in
+        :mod:`slapo.model_schedule.splits`. :func:`slapo.draft` writes them.
     """
 
     stacks: tuple[Stack, ...]
@@ -159,7 +162,7 @@ class Recipe:
 
 
 def _text(entry: Any, without: tuple[str, ...] = ()) -> str:
-    """The fields that say something else than their defaults."""
+    """Return the fields that differ from their defaults, as text."""
     said = [
         f"{each.name}={_shown(getattr(entry, each.name))}"
         for each in fields(entry)

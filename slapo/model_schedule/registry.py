@@ -1,4 +1,4 @@
-"""Recipes and schedules by their keys."""
+"""Recipes and schedules by key."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from slapo.errors import with_nearest
 from slapo.model_schedule.recipe import Recipe
 
-#: The key that takes any model: the recipe of its family, or else a draft.
+#: Key for any model: the recipe of its family, or else a draft.
 AUTO = "auto"
-#: The key that derives a schedule from the model.
+#: Key that derives a schedule from the model.
 DRAFT = "draft"
 
-#: A recipe of a family, made for a config.
+#: Function that makes a family's recipe for a config.
 RecipeMaker = Callable[[Any], Recipe]
-#: A schedule of the user's: ``(model, **config) -> Schedule``.
+#: User-defined schedule: ``(model, **config) -> Schedule``.
 ScheduleMaker = Callable[..., Any]
 
 _RECIPES: dict[str, RecipeMaker] = {}
@@ -23,17 +23,17 @@ _SCHEDULES: dict[str, ScheduleMaker] = {}
 
 
 def register_recipe(*keys: str) -> Callable[[RecipeMaker], RecipeMaker]:
-    """Make ``recipe(config)`` known to :func:`apply_schedule` by its keys, as a decorator.
+    """Register ``recipe(config)`` for :func:`apply_schedule` under its keys, as a decorator.
 
     Parameters
     ----------
     *keys
-        New keys; as a rule the ``model_type`` of the config.
+        New keys, usually the ``model_type`` of the config.
 
     Raises
     ------
     ValueError
-        If there is no key, or one is taken.
+        If no key is given, or one is taken.
 
     Examples
     --------
@@ -56,10 +56,10 @@ def register_recipe(*keys: str) -> Callable[[RecipeMaker], RecipeMaker]:
 
 
 def register_schedule(key: str | None = None) -> Callable[[ScheduleMaker], ScheduleMaker]:
-    """Make a function that schedules models known to :func:`apply_schedule`, as a decorator.
+    """Register a function that schedules models for :func:`apply_schedule`, as a decorator.
 
-    The function gets what :func:`apply_schedule` got but the key, as far as it was given: a model
-    or a schedule, and keyword arguments.
+    The function is called with the arguments of :func:`apply_schedule` except the key: a model or a
+    schedule, and the given keyword arguments.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ def register_schedule(key: str | None = None) -> Callable[[ScheduleMaker], Sched
 
 
 def unregister(key: str) -> None:
-    """Forget a key.
+    """Remove a key.
 
     Raises
     ------
@@ -106,24 +106,24 @@ def unregister(key: str) -> None:
 
 
 def recipe_keys() -> list[str]:
-    """Keys of all recipes."""
+    """Return the keys of all recipes."""
     return sorted(_RECIPES)
 
 
 def schedule_of(key: str) -> ScheduleMaker | None:
-    """A user's function; None where the key is that of a recipe."""
+    """Return a user's function, or None if the key is that of a recipe."""
     if key not in _RECIPES and key not in _SCHEDULES:
         raise KeyError(_unknown(key))
     return _SCHEDULES.get(key)
 
 
 def maker_of(key: str) -> RecipeMaker | ScheduleMaker | None:
-    """The recipe now registered under a key; None for ``"auto"``."""
+    """Return the function registered under a key, or None for ``"auto"``."""
     return _RECIPES.get(key) or _SCHEDULES.get(key)
 
 
 def recipe_of(key: str, config: Any) -> Recipe:
-    """The recipe of a family for a config.
+    """Return the recipe of a family for a config.
 
     Raises
     ------
@@ -141,7 +141,7 @@ def have_one_recipe(key: str, other: str) -> bool:
 
 
 def description(key: str) -> str:
-    """The first line of what a recipe says of itself."""
+    """Return the first line of a recipe's docstring."""
     lines = (_RECIPES[key].__doc__ or "").strip().splitlines()
     return lines[0] if lines else ""
 

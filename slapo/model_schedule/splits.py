@@ -1,4 +1,4 @@
-"""Tensor parallelism by a table of modules: path -> words, each of which is a primitive or two.
+"""Tensor parallelism by a table: path of modules -> words, each one or two primitives.
 
 ========================  =====================================================================
 ``columns``               Shard all tensors of a layer by output features. ``columns(3)``: three
@@ -7,17 +7,17 @@
 ``rows``                  Shard the weight of a layer by input features, and sum its output.
 ``shard(name, axis)``     Shard one tensor; further arguments are blocks as for ``columns``.
 ``sum``                   Sum the output over the ranks.
-``whole(axis)``           Gather the input along an axis that is sharded, and cut the output there.
+``whole(axis)``           Gather the input along a sharded axis, and scatter the output there.
 ``sum_grad(a, b)``        Sum the gradients of these arguments of the module.
 ``sum_output_grad``       Sum the gradient of the output.
-``partial(weight)``       A whole parameter whose gradient is summed at each step.
-``divide(num_heads)``     Divide attributes by the number of ranks; ``config.num_heads`` is one of
+``partial(weight)``       Sum the gradient of a replicated parameter at each step.
+``divide(num_heads)``     Divide attributes by the number of ranks; ``config.num_heads`` belongs to
                           the config, which is copied for the module.
-``fork_rng``              Draw other random values on each rank.
+``fork_rng``              Draw different random values on each rank.
 ========================  =====================================================================
 
-Sizes of blocks are numbers, or formulas of attributes: ``num_heads*head_dim``. Each name is that of
-the nearest module, from the layer outward, which has such an attribute.
+Block sizes are integers, or formulas of attributes such as ``num_heads*head_dim``. Each name is
+looked up from the layer outward; the nearest module with that attribute is used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from slapo.schedule import Schedule
 from slapo.sharding.state import shards_of
 from slapo.wrapper import innermost
 
-#: A word, and its arguments as expressions.
+#: A word and its arguments as expressions.
 Word = tuple[str, list[ast.expr]]
 
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
@@ -53,12 +53,7 @@ _KNOWN |= {"partial", "divide", "fork_rng", "whole"}
 
 
 def words_of(text: str) -> list[Word]:
-    """The words of an entry.
-
-    Raises
-    ------
-    ValueError
-        For a word that there is not, or text that is none.
+    """Parse the words of an entry; ValueError for unknown or malformed words.
 
     Examples
     --------
@@ -88,21 +83,8 @@ def split(
 ) -> None:
     """Shard and sync the modules that a table names.
 
-    Parameters
-    ----------
-    base
-        The schedule of the base model.
-    splits
-        Path -> words; ``*`` stands for any one part of a path.
-    stacks
-        The layers of each stack.
-    tokens
-        True to shard tokens too, between the modules that the table names.
-
-    Raises
-    ------
-    ValueError
-        If no module has a path, or a word is unknown.
+    `splits` maps paths to words; ``*`` stands for any one part of a path. With `tokens`, tokens are
+    sharded too, between the modules of the table. Raises ValueError for an unknown path or word.
     """
     found: list[tuple[Schedule, list[Word]]] = []
     for path, text in splits.items():
@@ -110,7 +92,7 @@ def split(
     run = _Split(base, stacks, found if tokens else None)
     for block in run.wholes:
         block.sync("fwd_pre", "all_gather", axis=TOKENS, tensor_parallel_output_grad=False)
-    # Sizes of blocks are those of the whole model: numbers are divided at the end.
+    # Block sizes refer to the full model, so attributes are divided last.
     for later in (False, True):
         for node, words in found:
             for name, arguments in words:
@@ -121,7 +103,7 @@ def split(
 
 
 class _Split:
-    """One table, carried out; `found` are its words if tokens are sharded too."""
+    """One application of a table; `found` are its words if tokens are sharded too."""
 
     def __init__(
         self,
@@ -131,7 +113,7 @@ class _Split:
     ) -> None:
         self.base, self.stacks = base, stacks
         layers = [layer for each in stacks.values() for layer in each] if found else []
-        #: blocks of layers that have all tokens on every rank, and those that gather them
+        #: blocks of layers whose input has all tokens on every rank, and modules that gather them
         self.wholes = [
             child
             for layer in layers
@@ -146,7 +128,7 @@ class _Split:
         return _is_within(node.path, self._layers) and not _is_within(node.path, self._wholes)
 
     def apply(self, node: Schedule, name: str, arguments: list[ast.expr]) -> None:
-        """Carry out a word; tokens that are sharded there are gathered first, and scattered."""
+        """Apply one word; sharded tokens are gathered before and scattered after it."""
         names = [ast.unparse(each) for each in arguments]
         has_tokens = self._has_tokens(node)
         if name == "columns":
@@ -164,7 +146,7 @@ class _Split:
         elif name == "sum_grad":
             takes = inspect.signature(node.mod.forward).parameters
             if len(takes) == 1 and not set(names) <= takes.keys():
-                names = []  # a kernel has taken the module's place, and its input has another name
+                names = []  # a kernel has replaced the module, and its input has another name
             if has_tokens:
                 node.sync("fwd_pre", "all_gather", axis=TOKENS, argument=names or None)
                 self.gathered.append(node.path)
@@ -186,7 +168,7 @@ class _Split:
             _divide(node, names)
 
     def spread_tokens(self) -> None:
-        """Tokens are sharded from the first layer to the last: as a recipe's regions do it."""
+        """Shard tokens from the first layer to the last, as the regions of a recipe do."""
         for block in self.wholes:
             block.sync("fwd_post", "scatter", axis=TOKENS)
         gathered = set(self.gathered)
@@ -200,26 +182,26 @@ class _Split:
 
 
 def _is_within(path: str, around: set[str]) -> bool:
-    """Return whether a module, or one around it, is among some."""
+    """Return whether a module or an enclosing one is among the given ones."""
     parts = path.split(".")
     return any(".".join(parts[:count]) in around for count in range(1, len(parts) + 1))
 
 
 def _needs_wholes(block: Schedule, found: list[tuple[Schedule, list[Word]]]) -> bool:
-    """Return whether a block takes tokens elsewhere than at its own one entry, or stays whole."""
+    """Return whether a block takes tokens other than at its single entry, or stays replicated."""
     inside = [(node.path, words) for node, words in found if contains(block.path, node.path)]
     said = [(path, name, len(given)) for path, words in inside for name, given in words]
     entries = [each for each in said if each[1] in ("sum_grad", "sum_output_grad")]
     sums = {(path, name) for path, name, _ in said if name in ("rows", "sum")}
     if any(name == "sum" and path != block.path for path, name in sums):
-        return True  # of experts, say, which may have made one dimension of batch and tokens
+        return True  # experts, for example, may have merged the batch and token dimensions
     if sums and not entries:
-        return False  # the module before it gathers for several blocks
+        return False  # the preceding module gathers for several blocks
     return entries != [(block.path, "sum_grad", 1)]
 
 
 def _blocks(node: Schedule, arguments: list[ast.expr]) -> Any:
-    """Equal blocks by their number, others by their sizes."""
+    """Return the number of equal blocks, or the list of their sizes."""
     sizes = [number_of(node, each) for each in arguments]
     return sizes if len(sizes) > 1 else (sizes or [1])[0]
 
@@ -237,7 +219,7 @@ def _divide(node: Schedule, names: list[str]) -> None:
 
 
 def number_of(node: Schedule, formula: ast.expr) -> int:
-    """The value of a formula for a layer."""
+    """Evaluate a formula for a layer."""
     around: list[Any] = []
     parent: Any = node
     while parent is not None:
@@ -250,7 +232,7 @@ def number_of(node: Schedule, formula: ast.expr) -> int:
 
 
 def value_of(formula: ast.expr, around: list[nn.Module]) -> int:
-    """The value of a formula, whose names are attributes of the nearest module that has them."""
+    """Evaluate a formula; names are attributes of the nearest module that has them."""
     if isinstance(formula, ast.BinOp) and type(formula.op) in _OPERATORS:
         left, right = (value_of(each, around) for each in (formula.left, formula.right))
         return _OPERATORS[type(formula.op)](left, right)

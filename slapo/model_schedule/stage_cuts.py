@@ -1,4 +1,4 @@
-"""Pipeline stages of about the same work."""
+"""Pipeline stages of about equal work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slapo.schedule import Schedule
 
 
 def layer_costs(model: nn.Module, layers: Sequence[str], head: str = "") -> list[float]:
-    """Work of each layer for one token: the parameters that multiply it."""
+    """Estimate each layer's work per token: the number of its matrix parameters."""
     costs = [_matrices(model.get_submodule(path)) for path in layers]
     if head:
         costs[-1] += _matrices(model.get_submodule(head))
@@ -25,10 +25,10 @@ def _matrices(module: nn.Module) -> float:
 
 
 def even_cuts(costs: Sequence[float], stages: int) -> list[int]:
-    """Numbers of the layers that end a stage, but for the last, so that the dearest is cheapest.
+    """Return the indices of layers that end a stage, minimizing the most expensive stage.
 
-    Stages are filled from the last one: the first, which embeds and keeps activations longest, is
-    the one that is left with less.
+    The last stage has no entry. Stages are filled from the last one, which leaves less to the
+    first: it embeds and keeps activations longest.
     """
     if not 1 <= stages <= len(costs):
         raise ValueError(
@@ -46,11 +46,11 @@ def even_cuts(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def _filled(costs: Sequence[float], limit: float, stages: int) -> list[int] | None:
-    """Ends of stages none of which costs more than `limit`; None where there are none."""
+    """Return the ends of stages that cost at most `limit` each, or None if impossible."""
     ends: list[int] = []
     total = 0.0
     for number in reversed(range(len(costs))):
-        must_end = number + 1 == stages - len(ends) - 1  # a layer for each stage before
+        must_end = number + 1 == stages - len(ends) - 1  # one layer is needed for each stage before
         if number < len(costs) - 1 and (must_end or total + costs[number] > limit):
             ends.append(number)
             total = 0.0
@@ -61,7 +61,7 @@ def _filled(costs: Sequence[float], limit: float, stages: int) -> list[int] | No
 
 
 def chosen_cuts(cuts: Any, counts: Sequence[int]) -> list[int]:
-    """Numbers of layers, over all stacks, from the caller's list, or lists, of them."""
+    """Return layer indices over all stacks from the caller's list, or one list per stack."""
     flat = list(cuts)
     if any(isinstance(each, (list, tuple)) for each in flat):
         if len(flat) != len(counts) or not all(isinstance(each, (list, tuple)) for each in flat):
@@ -88,7 +88,7 @@ def cut(
     ends: Sequence[int],
     inputs: Mapping[str, Any],
 ) -> None:
-    """Trace down to where stages end, and end them."""
+    """Trace down to the layers that end stages, and cut after them."""
     containers, places, first = [], [], 0
     for stack, paths in zip(stacks, layers, strict=True):
         container = _container(sch, f"{base}.{stack.layers}".lstrip("."))
@@ -106,7 +106,7 @@ def cut(
 
 
 def _container(sch: Schedule, path: str) -> str:
-    """The module that calls the layers: a list of them calls nothing."""
+    """Return the module that calls the layers; a ModuleList itself has no forward."""
     is_list = isinstance(sch.mod.get_submodule(path), nn.ModuleList)
     return path.rpartition(".")[0] if is_list else path
 

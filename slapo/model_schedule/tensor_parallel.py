@@ -1,4 +1,4 @@
-"""The verbs of recipes, each once, over the primitives."""
+"""Building blocks of recipes, implemented by primitives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slapo.sharding.vocab import look_up_own_rows, sum_looked_up
 
 # --- layers --------------------------------------------------------------------------------------
 def split_column(node: Schedule, blocks: int = 1, parts: int | None = None, **how: Any) -> Schedule:
-    """Each rank keeps a slice of the output features: of all that is along them."""
+    """Shard all tensors of a layer along its output features."""
     layer = base_of(node).mod
     names = [*layer._parameters.items(), *layer._buffers.items()]
     if not any(tensor is not None and tensor.dim() for _, tensor in names):
@@ -41,17 +41,17 @@ def split_column(node: Schedule, blocks: int = 1, parts: int | None = None, **ho
 
 
 def split_row(node: Schedule) -> Schedule:
-    """Each rank keeps a slice of the input features, and makes a part of the sum."""
+    """Shard the weight by input features; the output becomes a partial sum."""
     return node.shard("weight", axis=1 - _out_axis(base_of(node).mod))
 
 
 def _out_axis(module: nn.Module) -> int:
-    """The axis of a weight along which output features lie; GPT-2's are transposed."""
+    """Return the weight axis of the output features; GPT-2's Conv1D is transposed."""
     return 1 if type(module).__name__ == "Conv1D" else 0
 
 
 def _sum(node: Schedule, axis: int | None) -> None:
-    """Sum the ranks' parts; with an axis, deal the sum out along it."""
+    """All-reduce the partial sums, or reduce-scatter them along an axis."""
     if axis is None:
         node.sync("fwd_post", "all_reduce")
     else:
@@ -66,7 +66,7 @@ def split_region(
     key_values: int | None,
     reads_here: bool = False,
 ) -> None:
-    """Two collectives each way: one where the region is entered, one where it is left."""
+    """Shard a region: one collective each way where it is entered, and one where it is left."""
     axis = region.axis if tokens else None
     for path in region.enter.split():
         _enter(layer[path], region, axis, region.reads.split() if reads_here else [])
@@ -78,24 +78,24 @@ def split_region(
     for path in region.inside.split():
         sum_gradients(layer[path])
     for path in region.by_head.split():
-        if found := tensor_by_head(layer, path):  # in some layers only
+        if found := tensor_by_head(layer, path):  # only some layers have it
             node, name, axis = found
             node.shard(name, axis=axis)
     if region.experts:
         _split_experts(layer[region.experts])
         _sum(layer[region.enter], axis)
     for path in region.forked.split():
-        # A dropout of nothing draws no numbers.
+        # Dropout with p=0 draws no random values.
         if path in layer and getattr(layer[path].mod, "p", None) != 0.0:
             layer[path].fork_rng()
     _divide(layer, region, key_values)
 
 
 def _enter(node: Schedule, region: Region, axis: int | None, reads: list[str]) -> None:
-    """Whole inputs are gathered, or their gradients summed; `reads` are never dealt out."""
+    """Gather sharded inputs, or sum gradients of replicated ones; `reads` are never sharded."""
     takes = region.takes.split()
     if axis is not None:
-        # A router sees all tokens on every rank: its gradient is whole, and would count once each.
+        # Every rank's router sees all tokens: its gradient is full, and must count once only.
         parts = {"tensor_parallel_output_grad": not region.whole}
         node.sync("fwd_pre", "all_gather", axis=axis, argument=takes or None, **parts)
     if axis is None and not region.whole:
@@ -105,7 +105,7 @@ def _enter(node: Schedule, region: Region, axis: int | None, reads: list[str]) -
 
 
 def tensor_by_head(layer: Schedule, path: str) -> tuple[Schedule, str, int] | None:
-    """Where heads are along an axis: a module's weight, or a parameter itself; None for neither."""
+    """Return the tensor with an axis of heads: a module's weight or a parameter; else None."""
     owner, _, leaf = path.rpartition(".")
     if path in layer:
         return layer[path], "weight", 1
@@ -114,33 +114,33 @@ def tensor_by_head(layer: Schedule, path: str) -> tuple[Schedule, str, int] | No
 
 
 def _divide(layer: Schedule, region: Region, key_values: int | None) -> None:
-    """Numbers of heads follow."""
+    """Divide head counts by the number of ranks."""
     for name in region.counts.split():
         path, _, attribute = name.rpartition(".")
         layer[path].set(attribute, whole=getattr(layer[path].mod, attribute))
     if key_values:
         for name in region.groups.split():
             path, _, attribute = name.rpartition(".")
-            # All query heads of a rank, over ranks that share a head of keys.
+            # Query heads per rank: each rank has one key head, which it shares with other ranks.
             query_heads = getattr(layer[path].mod, attribute) * key_values
             layer[path].set(attribute, query_heads // layer.world_size)
 
 
 def _split_experts(node: Schedule) -> None:
-    """A slice of every expert; states and routing weights get parts of their gradient."""
+    """Shard every expert; gradients of states and routing weights are partial."""
     node.shard("gate_up_proj", axis=1, blocks=2).shard("down_proj", axis=2)
     node.sync("fwd_pre", enter_experts)
 
 
 def enter_experts(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Hook: sum the gradients of the states and of the routing weights, not of the indices."""
+    """Pre-hook: sum the gradients of states and routing weights; indices have none."""
     states, index, weights, *rest = args
     group = group_of(module)
     return copy_to_group(states, group), index, copy_to_group(weights, group), *rest
 
 
 def group_of(module: nn.Module) -> Any:
-    """The ranks of a scheduled module."""
+    """Return the process group of a scheduled module."""
     state = sharding_of(module)
     if state is None:
         raise SlapoError(f"{type(module).__name__} is not scheduled; call sync() on its schedule")
@@ -148,7 +148,7 @@ def group_of(module: nn.Module) -> Any:
 
 
 def sum_gradients(node: Schedule) -> None:
-    """Whole parameters that have seen a part of the tokens, or of the heads."""
+    """Sum the gradients of replicated parameters that take a part of the tokens or heads."""
     for name, parameter in node.mod._parameters.items():
         if parameter is not None and name not in shards_of(node.mod):
             node.annotate(name, "sequence_parallel", True)
@@ -161,21 +161,19 @@ def spread_tokens(
     layers: list[Schedule],
     sees_all: Callable[[Schedule, str], bool],
 ) -> None:
-    """Each rank keeps a part of the tokens from the first layer to the last.
+    """Shard tokens from the first layer to the last.
 
-    Models make positions and masks from the embeddings, so these stay whole: tokens are dealt out
-    at the first layer, and gathered at the end, where each rank goes on with all of them. Modules
-    of a layer for which ``sees_all(layer, path)`` is true have all tokens, or slices of parameters.
+    Models make positions and masks from the embeddings, so these stay replicated. Tokens are
+    scattered at the first layer and gathered at the end. `sees_all(layer, path)` is true for
+    modules with all tokens, or with sharded parameters.
 
-    Notes
-    -----
     Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022).
     """
     for layer in layers:
         for name, module in layer.mod.named_modules():
             if module._parameters and not sees_all(layer, name):
                 sum_gradients(layer[name] if name else layer)
-        layer.fork_rng()  # dropout acts on other tokens on each rank
+        layer.fork_rng()  # dropout acts on different tokens on each rank
     layers[0].sync("fwd_pre", "RR->SR")
     end = base[stack.last] if stack.last else layers[-1]
     if stack.last:
@@ -185,16 +183,16 @@ def spread_tokens(
 
 # --- vocabulary ----------------------------------------------------------------------------------
 def split_table(node: Schedule) -> None:
-    """An embedding by rows; what is looked up on other ranks is summed in."""
+    """Shard an embedding by rows and sum the ranks' lookups."""
     node.shard("weight", axis=0, uneven=True)
     if type(node.mod).forward is nn.Embedding.forward:
         node.sync("fwd_post", "all_reduce")
-    else:  # a table that scales what it looks up (Gemma's): zeros stay zeros
+    else:  # Gemma's table scales its lookups; zeros of other ranks' rows stay zeros
         node.sync("fwd_pre", look_up_own_rows).sync("fwd_post", sum_looked_up)
 
 
 def split_head(node: Schedule, gather: bool) -> None:
-    """The head by rows; `gather` its logits, or leave each rank its columns."""
+    """Shard the head by rows; gather its logits, or leave each rank its columns."""
     split_column(node, uneven=True).sync("bwd_post", "all_reduce")
     if gather:
         node.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
@@ -202,10 +200,10 @@ def split_head(node: Schedule, gather: bool) -> None:
 
 # --- types and seeds -----------------------------------------------------------------------------
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Into another type, as Transformers' loader does.
+    """Cast a model as Transformers' loader does.
 
-    Tables that a model computes and does not save, such as rotary frequencies, keep their
-    precision, and so do parameters that its class names.
+    Computed buffers that are not saved, such as rotary frequencies, keep their precision.
+    Parameters listed by the model's class do too.
     """
     names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     if dtype == torch.float16:
@@ -222,7 +220,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def require_seed(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Hook: heads of each rank need numbers of their own."""
+    """Pre-hook: require a seed, since each rank's heads need different random values."""
     if module.training and TENSOR_PARALLEL not in get_rng_tracker().get_states():
         raise SlapoError(
             "attention drops weights of other heads on each rank, and no numbers are there for "
@@ -232,7 +230,7 @@ def require_seed(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def refuse_adapters(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Hook: what PEFT puts around layers that are split knows nothing of the slices."""
+    """Pre-hook: refuse PEFT adapters around sharded layers, which PEFT treats as full."""
     if torch.compiler.is_compiling() or "peft" not in sys.modules:
         return
     found = [path for path, part in module.named_modules() if is_split_without_adapters(part)]
@@ -248,7 +246,7 @@ def refuse_adapters(module: nn.Module, args: tuple[Any, ...]) -> None:
 def broadcast_inputs(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Hook: all ranks of the group compute on what its first rank was given."""
+    """Pre-hook: broadcast the inputs of the group's first rank."""
     group = group_of(module)
     if group_size(group) == 1:
         return args, kwargs

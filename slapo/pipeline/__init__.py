@@ -1,4 +1,4 @@
-"""Pipeline stages out of a traced model."""
+"""Pipeline stages of a traced model."""
 
 from slapo.pipeline.partition import generate_pipeline_partition
 from slapo.pipeline.pipelined import PipelinedModule

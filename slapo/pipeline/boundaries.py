@@ -1,8 +1,8 @@
 """Shapes, dtypes and gradients of the tensors that cross between stages.
 
-Engines need them before the first micro-batch: to post receives, and to know which tensors have
-gradients to send back. They are found by one run of every stage on fake tensors, which computes
-nothing, draws no random number and talks to no other rank; only the resulting shapes travel.
+Engines need them before the first micro-batch, to post receives and to send gradients back. One
+run of every stage on fake tensors finds them: it computes nothing, draws no random numbers and does
+not communicate. Only the resulting shapes are sent.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _HOOKS = (
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """A tensor that crosses a boundary."""
+    """Metadata of a tensor that crosses a boundary."""
 
-    #: the name it has in the stages
+    #: its name in the stages
     name: str
-    #: for one micro-batch
+    #: shape for one micro-batch
     shape: tuple[int, ...]
     dtype: torch.dtype
     #: true if a gradient comes back
@@ -47,18 +47,18 @@ class TensorMeta:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> TensorMeta:
-        """That of a tensor."""
+        """Return the metadata of a tensor."""
         return cls(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def tensor(
         self, device: torch.device | str, make: Callable[..., Tensor] = torch.empty
     ) -> Tensor:
-        """A tensor like it."""
+        """Create a tensor with this metadata."""
         return make(self.shape, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
 
     @property
     def nbytes(self) -> int:
-        """Bytes to send."""
+        """Size in bytes."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
@@ -66,19 +66,19 @@ Boundary = tuple[TensorMeta, ...]
 
 
 def describe_tensors(names: Sequence[str], tensors: Sequence[Tensor]) -> Boundary:
-    """Descriptions of the tensors that cross a boundary, such as the inputs of stage 0."""
+    """Metadata of the tensors that cross a boundary, such as the inputs of stage 0."""
     return tuple(TensorMeta.of(name, t) for name, t in zip(names, tensors, strict=True))
 
 
 class ShapeProbe:
-    """Finds what a stage sends for what it receives.
+    """Determines the tensors that a stage sends from those that it receives.
 
-    Make it before the stage is wrapped by an engine: it remembers parameters and hooks as they are
-    then, and a run does without those that an engine adds (which would communicate).
+    Create it before an engine wraps the stage. It keeps the present parameters and hooks, and its
+    runs use these only: hooks of an engine would communicate.
     """
 
     def __init__(self, stage: Stage, device: torch.device, half: torch.dtype | None = None) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode  # half a second, for engines only
+        from torch._subclasses.fake_tensor import FakeTensorMode  # takes half a second
 
         self.stage, self.device, self.half = stage, device, half
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -106,7 +106,7 @@ class ShapeProbe:
             return nn.Parameter(fake.detach().to(self.half), fake.requires_grad)
 
     def _zeros(self, value: Any, made: dict[int, Any]) -> Any:
-        """A real tensor for a fake one; other entries of the tables as they are."""
+        """Return zeros for a fake tensor; other table entries unchanged."""
         if not isinstance(value, Tensor):
             return value
         if id(value) not in made:
@@ -115,14 +115,14 @@ class ShapeProbe:
         return made[id(value)]
 
     def run(self, received: Boundary, autocast: torch.dtype | None = None) -> Boundary:
-        """The tensors that the stage sends; the last stage sends none."""
+        """Return the tensors that the stage sends; none for the last stage."""
         try:
-            # torch shows what fails there in red, and real tensors may do.
+            # torch logs failures there in red, but the run on real tensors may still succeed.
             quiet = only_from(logging.CRITICAL, "torch._subclasses.fake_tensor")
             with self._as_probed(), self.mode, quiet:
                 sent = self._sent(received, autocast, torch.empty)
         except Exception:
-            # Modules that look at values (experts that pick their tokens) need real ones.
+            # Modules that depend on values (experts that select tokens) need real tensors.
             sent = self._run_for_real(received, autocast)
         wrong = [n for n, t in zip(self.stage.sent, sent, strict=True) if not isinstance(t, Tensor)]
         if wrong:
@@ -139,7 +139,7 @@ class ShapeProbe:
                 self._as_probed(real=True),
                 torch.random.fork_rng(devices, device_type=self.device.type),
             ):
-                # Zeros are valid as indices too.
+                # Zeros are valid indices, too.
                 return self._sent(received, autocast, torch.zeros)
         except Exception as error:
             shapes = {m.name: (m.shape, m.dtype) for m in received}
@@ -158,7 +158,7 @@ class ShapeProbe:
 
     @contextmanager
     def _as_probed(self, real: bool = False) -> Iterator[None]:
-        """Without the stage's tensors, without what it keeps, without compiled code."""
+        """Context with fake tensors in the stage, without cached results or compiled code."""
         with (
             self._tensors_concealed(real),
             no_results_kept(),
@@ -183,7 +183,7 @@ class ShapeProbe:
 
 
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> Any:
-    """``torch.autocast`` to `dtype`; none at all for None."""
+    """Context of ``torch.autocast`` to `dtype`; None disables autocast."""
     if dtype is None and not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)
@@ -193,7 +193,7 @@ def _tables(module: nn.Module, names: Sequence[str]) -> list[dict[Any, Any]]:
     found = {}
     for m in module.modules():
         if isinstance(m, torch.jit.ScriptModule):
-            continue  # its tables cannot be changed: it runs on what it has
+            continue  # its tables cannot be changed: it runs on its own tensors
         for name in names:
             table = m.__dict__.get(name)
             if table is not None:
@@ -213,7 +213,7 @@ def infer_boundaries(
     group: dist.ProcessGroup | None = None,
     holder: Callable[[int], int] = lambda index: 0,
 ) -> tuple[Boundary, ...]:
-    """The tensors that each stage receives, stage 0 first."""
+    """Return the tensors that each stage receives, stage 0 first. A collective of `group`."""
     found = [inputs]
     alone = group is None or group.size() == 1
     here = 0 if alone else dist.get_rank(group)

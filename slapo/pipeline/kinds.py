@@ -13,8 +13,8 @@ from torch import fx
 from slapo.graph.trace.nests import KIND
 from slapo.graph.trace.nodes import switches_mode
 
-#: ``"tensor"``: may be sent between stages; ``"value"``: sizes, dtypes, flags; ``"container"``: a
-#: tuple, list, dict or output object of tensors, as modules return them.
+#: ``"tensor"``: may be sent between stages. ``"value"``: sizes, dtypes, flags. ``"container"``: a
+#: tuple, list, dict or output object of tensors that a module returns.
 Kind = Literal["tensor", "value", "container"]
 
 _VALUE_METHODS = frozenset(
@@ -104,7 +104,7 @@ _PLAIN = frozenset(
 
 
 def kinds_of(graph: fx.Graph) -> dict[fx.Node, Kind]:
-    """The kind of every node; captured nodes have it, of others it is inferred."""
+    """Return the kind of every node; captured nodes record it, for others it is inferred."""
     kinds: dict[fx.Node, Kind] = {}
     for node in graph.nodes:
         known = None if node.op == "get_attr" else node.meta.get(KIND)
@@ -115,7 +115,7 @@ def kinds_of(graph: fx.Graph) -> dict[fx.Node, Kind]:
 def _inferred(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
     if node.op == "placeholder":
         return "tensor"
-    if node.op == "get_attr":  # found again where it is needed, whatever it is
+    if node.op == "get_attr":  # looked up again in each stage that uses it
         return "value"
     if node.op == "call_module":
         return "container" if _is_taken_apart(node) else "tensor"
@@ -146,12 +146,12 @@ def _kind_of_function(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
 
 
 def _is_taken_apart(node: fx.Node) -> bool:
-    """Return whether users index it by a constant, as a tuple or an output object."""
+    """Return whether users index the node by a constant, as a tuple or an output object."""
     return any(is_projection(user) for user in node.users)
 
 
 def is_projection(node: fx.Node) -> bool:
-    """``value[1]``, ``value["name"]`` or ``value.name``."""
+    """Return whether a node is ``value[1]``, ``value["name"]`` or ``value.name``."""
     if node.target is operator.getitem:
         return isinstance(node.args[1], (int, str))
     return node.target is getattr and node.args[1] not in _VALUE_ATTRIBUTES

@@ -1,4 +1,4 @@
-"""From a schedule with cuts to a model of stages."""
+"""Conversion of a schedule with cuts to a model of stages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ N = TypeVar("N", bound=Node)
 
 
 def cut_nodes(sch: Node) -> list[Node]:
-    """The nodes after which a stage ends, in the order of the tree."""
+    """Return the nodes after which a stage ends, in the order of the tree."""
     return [node for _, node in sch.named_schedules() if node.metadata.primitives.get(_CUT)]
 
 
@@ -40,10 +40,10 @@ def generate_pipeline_partition(sch: N) -> N:
 
     ``a; b; c`` with a cut after ``b`` ``-->`` ``submod_0(a; b); submod_1(c)``
 
-    Containers above the cuts are joined to one graph, which is cut in the order of execution. Each
-    stage gets the tensors that it or a later stage uses, once; sizes and other plain values are
-    recomputed where they are used. Parameters keep their names within a stage, and the state
-    dict of the whole is that of the original.
+    Containers above the cuts are joined to one graph, which is split in execution order. Each stage
+    receives once every tensor that it or a later stage uses. Sizes and other plain values are
+    recomputed where they are used. Parameters keep their names within a stage, and the state dict
+    of the full model is that of the original.
 
     Parameters
     ----------
@@ -59,8 +59,8 @@ def generate_pipeline_partition(sch: N) -> N:
     ValueError
         If `sch` is not the root.
     SlapoError
-        If nothing is cut, a container above a cut is not traced or carries hooks, or the graph
-        cannot be split there.
+        If nothing is cut, a container above a cut is not traced or has hooks, or the graph cannot
+        be split there.
 
     Examples
     --------
@@ -102,10 +102,7 @@ def generate_pipeline_partition(sch: N) -> N:
 
 
 def _join_each(root: Traced, containers: list[str]) -> dict[Kind, Joined]:
-    """The joined graph of each mode, that of the present one first.
-
-    A forward that asks whether the batch is of one sample has a further graph for such a batch.
-    """
+    """Joined graphs by kind, the present mode first; a batch of one sample may have its own."""
     trace = trace_of(root)
 
     def joined(inputs: Any) -> Joined:
@@ -133,7 +130,7 @@ def _join_each(root: Traced, containers: list[str]) -> dict[Kind, Joined]:
 
 
 def _with_rows(inputs: Any, least: int) -> Any:
-    """Example inputs with a batch of one sample, or of two at least."""
+    """Return example inputs with a batch of one sample, or of at least two."""
     batch = next((t.size(0) for t in tensors(inputs) if t.dim()), 0)
     if not batch or (least > 1 and batch > 1):
         return inputs
@@ -147,7 +144,7 @@ def _with_rows(inputs: Any, least: int) -> Any:
 
 
 def _shows_everywhere(kind: Kind, parts: Mapping[Kind, list[StageGraph]]) -> bool:
-    """Return whether each stage can tell from what it receives that a batch is of one sample."""
+    """Return whether each stage can detect a batch of one sample from its received tensors."""
     many, one = parts[Kind(kind.training)], parts[kind]
     alike = all(len(a.received) == len(b.received) for a, b in zip(many, one, strict=True))
     return not kind.of_one or (alike and all(starmap(telling, zip(many, one, strict=True))))
@@ -165,7 +162,7 @@ def _split(root: Traced, joined: Joined, cuts: list[Node]) -> list[StageGraph]:
 
 
 def _check_alike(parts: dict[Kind, list[StageGraph]]) -> None:
-    """Refuse stages that send other tensors in one mode than in the other."""
+    """Refuse stages that send different tensors in train and eval mode."""
     sent = {k.training: [p.sent for p in each] for k, each in parts.items() if not k.of_one}
     if len(sent) < 2 or sent[True] == sent[False]:
         return
@@ -227,10 +224,10 @@ def _check_container(node: Node) -> None:
 
 
 def _ends_of(cut: Node, graph: fx.Graph) -> list[fx.Node]:
-    """Where stages end: after the calls of a module that the cut names, else after every one."""
+    """Return the ends of stages: the calls of a module that the cut selects, by default all."""
     path = cut.model_path
     calls = [_checked(call) for call in graph.find_nodes(op="call_module", target=path)]
-    if not calls:  # a container that the graph has entered ends with its last operation
+    if not calls:  # a container that the graph has inlined ends with its last operation
         inside = [n for n in graph.nodes if f"{n.meta.get(OWNER, '')}.".startswith(f"{path}.")]
         calls = inside[-1:]
     if not calls:
@@ -251,5 +248,5 @@ def _ends_of(cut: Node, graph: fx.Graph) -> list[fx.Node]:
 
 
 def _checked(call: fx.Node) -> fx.Node:
-    """The node of a call's result: the check of it, where there is one."""
+    """Return the check of a call's result if there is one, else the call."""
     return next((user for user in call.users if user.target is like_input), call)

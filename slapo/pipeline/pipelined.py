@@ -1,4 +1,4 @@
-"""The model as a row of stages."""
+"""The model as a sequence of stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slapo.wrapper import innermost
 
 
 class PipelineInputs:
-    """From a call of the model to the tensors that its first stage takes."""
+    """Converts a call of the model to the tensors that its first stage takes."""
 
     def __init__(self, root: Traced, names: Sequence[str], joined: Mapping[Kind, Joined]) -> None:
         first = next(iter(joined.values()))
@@ -32,7 +32,7 @@ class PipelineInputs:
         parameters = list(self._signature.parameters.values())[1:]
         self._signature = self._signature.replace(parameters=parameters)
         self._label = f"pipelined {trace_of(root).origin.__name__}"
-        # Strides follow from sizes, as every tensor is made contiguous.
+        # Strides follow from sizes, since every tensor is made contiguous.
         self._conditions = {
             kind: [c for c in each.sizes or () if ".stride()" not in c]
             for kind, each in joined.items()
@@ -47,13 +47,13 @@ class PipelineInputs:
     def bind(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool
     ) -> tuple[Tensor, ...]:
-        """The tensors, in order, for a call in train or in eval mode."""
+        """Check a call in train or eval mode; return its tensors in order."""
         given = self._bound(args, kwargs)
         self._check(given, training)
         return self._take(given)
 
     def take(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """The tensors, in order, of a call that was checked, or of many such calls together."""
+        """Return the tensors, in order, of a checked call, or of many such calls together."""
         return self._take(self._bound(args, kwargs))
 
     def _take(self, given: Mapping[str, Any]) -> tuple[Tensor, ...]:
@@ -92,7 +92,7 @@ class PipelineInputs:
             for kind, each in self._conditions.items()
             if kind.training == training
         ]
-        if None in failing or not failing:  # a mode without a graph is refused by the stages
+        if None in failing or not failing:  # stages refuse a mode without a graph
             return
         condition = str(failing[0])
         for k, name in enumerate(order):
@@ -104,15 +104,15 @@ class PipelineInputs:
         )
 
 
-@lru_cache(maxsize=1024)  # asked for each micro-batch
+@lru_cache(maxsize=1024)  # called for each micro-batch
 def _check_of(condition: str) -> Callable[[Any, Any], bool]:
     return size_check([condition])
 
 
 def _outline(value: Any) -> Any:
-    """The properties in which calls must agree: tensor types, dimensions, and all constants.
+    """Properties in which calls must agree: dtypes and dimensions of tensors, and all constants.
 
-    No graph makes a cache, asked or not.
+    ``use_cache`` is ignored: no graph creates a cache.
     """
     if isinstance(value, Tensor):
         return (value.dtype, value.dim())
@@ -129,24 +129,24 @@ def _shown(outline: Any) -> str:
 
 
 def unstaged(root: nn.Module, path: str) -> str:
-    """The path of a module or tensor as the model has it that `root` may be cut from."""
+    """Return the path in the original model of a module or tensor of a possibly pipelined one."""
     stage, _, rest = path.partition(".")
     is_cut = isinstance(root, PipelinedModule) and stage.startswith("submod_")
     return rest if is_cut else path
 
 
 class PipelinedModule(nn.Module):
-    """A model cut into stages ``submod_0``, ``submod_1``, ...
+    """A model split into stages ``submod_0``, ``submod_1``, ...
 
-    A call runs all stages here, one after another, so it can be compared with the original. State
-    dicts are those of the original: same names, tied ones included, in the same order.
+    A call runs all stages in this process, one after another, to compare with the original. State
+    dicts are those of the original: same names, including tied ones, in the same order.
 
     Attributes
     ----------
     ties : tuple of StageTie
-        Parameters that several stages share.
+        Parameters shared by several stages.
     inputs : PipelineInputs
-        What the first stage takes.
+        Inputs of the first stage.
     """
 
     def __init__(
@@ -154,14 +154,14 @@ class PipelinedModule(nn.Module):
     ) -> None:
         super().__init__()
         self.training = root.training
-        # In a tuple, so that it is not a child. Initialization asks the whole model how.
+        # In a tuple, so that it is not a child. The full model has the code of initialization.
         self._whole: tuple[Traced, ...] = (root,)
-        #: original name -> (stage, name there); of what no stage uses, stage 0 takes care
+        #: original name -> (stage, name there); stage 0 holds tensors that no stage uses
         self._places = _place_names(root, stages)
         for index, stage in enumerate(stages):
             self.add_module(f"submod_{index}", stage)
         self.ties: tuple[StageTie, ...] = ties_of_stages(stages)
-        #: place of a parameter -> the first name that the model has for it
+        #: (stage, name there) of a parameter -> its first name in the model
         self._first_names = self._name_parameters()
         self.inputs = PipelineInputs(root, stages[0].received, joined)
         self.register_state_dict_post_hook(_to_original_names)
@@ -169,27 +169,27 @@ class PipelinedModule(nn.Module):
 
     @property
     def whole(self) -> Traced | None:
-        """The model before the cut, which shares modules with the stages; None once forgotten."""
+        """The model before the split, which shares modules with the stages; None once released."""
         return self._whole[0] if self._whole else None
 
     def forget_whole(self) -> None:
-        """Let go of it, and of what it alone holds."""
+        """Release the model before the split, and tensors that only it holds."""
         self._whole = ()
 
     def renew_tensors(self) -> None:
-        """Take over tensors of containers that were created again since the cut."""
+        """Take over tensors of containers that were created again since the split."""
         for own, source, name in self._in_containers():
             put_tensor(own, source, name)
 
     def give_tensors(self, stages: Collection[int]) -> None:
-        """Give the whole model what containers of some stages hold now."""
+        """Give the full model the present tensors of containers in some stages."""
         for own, source, name in self._in_containers(stages):
             put_tensor(source, own, name)
 
     def _in_containers(
         self, stages: Collection[int] | None = None
     ) -> Iterator[tuple[nn.Module, nn.Module, str]]:
-        """Tensors that a stage and the whole model hold in modules of their own."""
+        """Yield tensors that a stage and the full model hold in different modules."""
         for stage in self.stages:
             for path, own in stage.named_modules():
                 source = _module_at(self.whole, path)
@@ -206,7 +206,7 @@ class PipelinedModule(nn.Module):
     def bind(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool | None = None
     ) -> tuple[Tensor, ...]:
-        """The tensors that stage 0 takes for a call of the model, in its own mode or another."""
+        """Return stage 0's tensors for a call of the model, in its own mode or the given one."""
         return self.inputs.bind(args, kwargs, self.training if training is None else training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -222,14 +222,14 @@ class PipelinedModule(nn.Module):
         names: dict[tuple[int, str], str] = {}
         for original, (index, local) in self._places.items():
             path, _, leaf = local.rpartition(".")
-            # By its name as an attribute: modules of TorchScript have no table of parameters.
+            # As an attribute: modules of TorchScript have no table of parameters.
             parameter = getattr(stages[index].get_submodule(path), leaf, None)
             if isinstance(parameter, nn.Parameter):
                 names[index, local] = first.setdefault(id(parameter), original)
         return names
 
     def first_name(self, index: int, local: str) -> str:
-        """The name in ``named_parameters()`` of the model for a parameter of a stage."""
+        """Name in the model's ``named_parameters()`` for a parameter of a stage."""
         return self._first_names.get((index, local), local)
 
     def original_names(self, index: int) -> dict[str, tuple[str, ...]]:
@@ -242,9 +242,9 @@ class PipelinedModule(nn.Module):
 
 
 def release(pipelined: PipelinedModule, keep: Sequence[int]) -> None:
-    """Put the tensors of all stages but those in `keep` on ``meta``; memory of others is freed.
+    """Free the tensors of all stages but those in `keep`, by moving them to ``meta``.
 
-    Parameters that a kept stage shares stay.
+    Parameters shared with a kept stage stay.
     """
     kept = [stage for stage in pipelined.stages if stage.index in keep]
     needed = {id(t) for stage in kept for t in (*stage.parameters(), *stage.buffers())}

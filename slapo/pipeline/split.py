@@ -1,4 +1,4 @@
-"""Cut one graph into stages: which node runs where, and which tensors cross."""
+"""Split of one graph into stages: where each node runs, and which tensors cross."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from slapo.pipeline.kinds import (
 
 @dataclass
 class StageGraph:
-    """One stage."""
+    """Graph of one stage."""
 
-    #: its placeholders are `received`; it returns the tuple of `sent`, the last stage what the
-    #: model returns
+    #: its placeholders are `received`; it returns the tuple of `sent`, or in the last stage the
+    #: output of the model
     graph: fx.Graph
-    #: names of the tensors that come in and go out, in the order of their first computation
+    #: names of the received and sent tensors, in the order of their first computation
     received: tuple[str, ...] = ()
     sent: tuple[str, ...] = ()
-    #: of each received tensor, which dimensions have one element whatever the inputs are
+    #: for each received tensor, the dimensions of size 1 for all inputs
     ones: tuple[tuple[bool, ...], ...] = ()
 
 
 def pass_on(tensor: Tensor) -> Tensor:
-    """A tensor that a stage only hands to the next: a view, so that it has a history of its own."""
+    """Return a view of a tensor that a stage only forwards: it gets an autograd node."""
     return tensor.view_as(tensor)
 
 
 def own_copy(tensor: Tensor) -> Tensor:
-    """A received tensor that the stage writes to."""
+    """Copy a received tensor that the stage writes to."""
     return tensor.clone()
 
 
 def split_graph(graph: fx.Graph, ends: list[fx.Node], modules: ModuleLookup) -> list[StageGraph]:
-    """Cut `graph` after each node of `ends`, given in order.
+    """Split `graph` after each node of `ends`, given in order.
 
-    `modules` gives the module that a node calls by its target.
+    `modules` returns the module that a node calls by its target.
 
     A tensor crosses a cut if it is computed before it and used after it. Other values (sizes,
-    dtypes, parameters looked up) is recomputed in every stage that uses it. A module's output
-    that is a tuple is taken apart in the stage of the module.
+    dtypes, parameters) are recomputed in every stage that uses them. A module's tuple output is
+    unpacked in the stage of the module.
     """
     plan = _Plan.of(graph, ends, modules)
     return [_StageBuilder(plan, index).build() for index in range(plan.n_stages)]
@@ -58,12 +58,12 @@ def split_graph(graph: fx.Graph, ends: list[fx.Node], modules: ModuleLookup) -> 
 
 @dataclass
 class _Plan:
-    """Where everything goes."""
+    """Stages of all nodes, and the tensors that cross."""
 
     graph: fx.Graph
     n_stages: int
     kinds: dict[fx.Node, Kind]
-    #: node -> the stage that computes it; values are computed wherever they are used
+    #: node -> the stage that computes it; values are recomputed wherever they are used
     stage_of: dict[fx.Node, int]
     modules: ModuleLookup
     #: stage -> tensors of earlier stages that it or a later one uses
@@ -100,7 +100,7 @@ class _Plan:
         return self.kinds[node] != "value"
 
     def needs(self, node: fx.Node) -> list[fx.Node]:
-        """Tensors that a node reads, by way of values that are recomputed."""
+        """Tensors that a node reads, directly or through recomputed values."""
         found: dict[fx.Node, None] = {}
         waiting, seen = list(node.all_input_nodes), set()
         while waiting:
@@ -139,7 +139,7 @@ class _Plan:
         return received
 
     def _find_writes(self) -> list[set[fx.Node]]:
-        """Received tensors that a stage writes to, by whatever name; it will write to a copy."""
+        """Received tensors that a stage writes to, under any alias; it will write to a copy."""
         written: list[set[fx.Node]] = [set() for _ in range(self.n_stages)]
         for node in self.graph.nodes:
             for target in written_operands(node, self.modules):
@@ -153,7 +153,7 @@ class _Plan:
         return written
 
     def _received_relatives(self, target: fx.Node, here: int) -> list[fx.Node]:
-        """Tensors from earlier stages, in use from here on, that may share memory with `target`."""
+        """Tensors of earlier stages, used from here on, that may share memory with `target`."""
         found = []
         for node in self._relatives(target):
             early = node.op == "placeholder" or self.stage_of[node] < here
@@ -162,7 +162,7 @@ class _Plan:
         return found
 
     def _relatives(self, node: fx.Node) -> list[fx.Node]:
-        """The node and all that may share memory with it."""
+        """The node and all nodes that may share memory with it."""
         found: dict[fx.Node, None] = {}
         waiting = [node]
         while waiting:
@@ -184,7 +184,7 @@ class _Plan:
             )
 
     def _check_attribute(self, node: fx.Node, target: fx.Node) -> None:
-        """A buffer that one stage writes and another uses would be two."""
+        """Refuse a buffer that one stage writes and another uses: it would have two copies."""
         places = self.graph.find_nodes(op="get_attr", target=target.target)
         stages = sorted({self.stage_of[user] for place in places for user in place.users})
         if len(stages) > 1:
@@ -230,7 +230,7 @@ class _StageBuilder:
     def build(self) -> StageGraph:
         plan, index = self.plan, self.index
         received = plan.received[index]
-        # A tensor with a default is given all the same: the front has looked it up.
+        # A tensor with a default is always passed: the caller has looked it up.
         for node in received:
             self.env[node] = self.graph.placeholder(node.name)
         for node in received:
@@ -253,7 +253,7 @@ class _StageBuilder:
         return StageGraph(self.graph, *names, tuple(n.meta.get(ONES, ()) for n in received))
 
     def _is_run(self, node: fx.Node) -> bool:
-        """Return whether the node has its own place; values come where they are first asked for."""
+        """Return whether the node keeps its position; values are copied on first use."""
         if node.op == "placeholder":
             return False
         return self.plan.kinds[node] != "value" or _is_statement(node)
@@ -271,7 +271,7 @@ class _StageBuilder:
         return fx.node.map_arg(value, self._local)
 
     def _local(self, node: fx.Node) -> fx.Node:
-        """The node in this stage; values are recomputed when first asked for."""
+        """Return the node in this stage; values are recomputed on first use."""
         if node not in self.env:
             assert self.plan.kinds[node] == "value", "tensors were received or computed here"
             self._copy(node)
@@ -285,5 +285,5 @@ class _StageBuilder:
 
 
 def _is_statement(node: fx.Node) -> bool:
-    """A node that is there for what it does: checks, mode switches, module calls."""
+    """Return whether a node exists for its effect: checks, mode switches, module calls."""
     return node.op == "call_module" or (not node.users and node.op == "call_function")

@@ -16,7 +16,7 @@ from slapo.pipeline.split import StageGraph
 
 
 class Kind(NamedTuple):
-    """Calls that one graph serves."""
+    """Kind of calls that one graph serves: the mode, and batches of one sample."""
 
     training: bool
     of_one: bool = False
@@ -26,24 +26,24 @@ class Stage(fx.GraphModule):
     """One stage of a pipeline.
 
     ``forward(*tensors)`` takes the tensors named by `received` and returns the tuple of those named
-    by `sent`; the last stage returns what the model returns. Parameters have the names that they
-    have in the model. There is a graph for training and one for evaluation, and of each another one
-    for a batch of one sample where the model asks for that.
+    by `sent`; the last stage returns the output of the model. Parameters keep their names in the
+    model. There are graphs for training and evaluation. If the model distinguishes batches of one
+    sample, each mode has a second graph for these.
 
     Parameters
     ----------
     index
-        Number of the stage.
+        Index of the stage.
     parts
         Kind of calls -> graph, with targets that are paths from the root.
     captured_on
-        The device that is built in, in place of which a call uses that of its tensors.
+        Device constant in the graphs; a call replaces it by the device of its tensors.
     """
 
-    _lineno_map = None  # torch.compile asks a GraphModule for it
+    _lineno_map = None  # torch.compile reads it from a GraphModule
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Stage:
-        """An object without state; fx would make a class for each."""
+        """Create an object without state; fx would create a class for each."""
         return object.__new__(cls)
 
     def __init__(
@@ -54,13 +54,13 @@ class Stage(fx.GraphModule):
         part = next(iter(parts.values()))
         self.index, self.received, self.sent = index, part.received, part.sent
         self.__dict__["_graphs"] = {kind: each.graph for kind, each in parts.items()}
-        #: where a batch of one sample shows: which tensor, which dimension
+        #: (tensor, dimension) by which a batch of one sample is detected
         self.tells = next((telling(part, p) for kind, p in parts.items() if kind.of_one), None)
         self.__dict__["_codes"] = {}
 
     @property  # type: ignore[misc]
     def graph(self) -> fx.Graph:
-        """The graph for the present mode."""
+        """Graph for the present mode."""
         return self._graph_for(False)
 
     def _graph_for(self, of_one: bool) -> fx.Graph:
@@ -81,16 +81,16 @@ class Stage(fx.GraphModule):
 
     @property
     def code(self) -> str:
-        """The source of the graph."""
+        """Source code of the graph."""
         return str(self.graph.python_code("self").src)
 
     def recompile(self) -> fx.graph.PythonCode:
-        """Generate the code again, after a change of the graph by hand."""
+        """Regenerate the code after a manual change of the graph."""
         self.__dict__["_codes"].clear()
         return self.graph.python_code("self")
 
     def forward(self, *tensors: Tensor) -> Any:
-        """Run the part of the model."""
+        """Run this stage's part of the model."""
         of_one = self.tells is not None and tensors[self.tells[0]].size(self.tells[1]) == 1
         codes, kind = self.__dict__["_codes"], (self.training, of_one, tensors[0].device)
         if kind not in codes:
@@ -127,7 +127,7 @@ def _empty() -> Stage:
 
 
 def telling(many: StageGraph, one: StageGraph) -> tuple[int, int] | None:
-    """The received tensor and dimension that have one element for a batch of one sample only."""
+    """Return the received tensor and dimension of size 1 only if the batch has one sample."""
     for index, (large, small) in enumerate(zip(many.ones, one.ones, strict=True)):
         for dim, (any_size, single) in enumerate(zip(large, small, strict=False)):
             if single and not any_size:
@@ -136,7 +136,7 @@ def telling(many: StageGraph, one: StageGraph) -> tuple[int, int] | None:
 
 
 def _on_device(graph: fx.Graph, built_in: torch.device | None, device: torch.device) -> fx.Graph:
-    """The graph with another device in place of the one that is built in."""
+    """Return the graph with its device constant replaced."""
     if built_in is None or built_in == device:
         return graph
     new = {built_in: device, built_in.type: device.type}
@@ -156,7 +156,7 @@ def make_stage(
     root: nn.Module,
     captured_on: torch.device | None = None,
 ) -> Stage:
-    """The stage that runs parts of graphs of `root`, with the root's own modules and tensors."""
+    """Create the stage of graphs of `root`, with the root's own modules and tensors."""
     stage = Stage(index, parts, captured_on)
     stage.training = root.training
     for part in parts.values():
@@ -174,13 +174,13 @@ def make_stage(
 
 
 def put(root: nn.Module, path: str, module: nn.Module) -> None:
-    """Register `module` at `path` below `root`, with plain modules on the way."""
+    """Register `module` at `path` below `root`, with plain modules in between."""
     owner, name = owner_at(root, path)
     owner._modules[name] = module
 
 
 def owner_at(root: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """The module that `path` is in, made if it is missing, and the last part of the path."""
+    """Return the module that contains `path`, created if missing, and the last part of the path."""
     *parts, name = path.split(".")
     for part in parts:
         below = root._modules.get(part)

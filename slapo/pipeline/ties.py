@@ -1,4 +1,4 @@
-"""Parameters that several stages share."""
+"""Parameters shared by several stages."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch import nn
 
 @dataclass(frozen=True)
 class StageTie:
-    """One parameter that stands in several stages.
+    """One parameter that several stages hold.
 
     Parameters
     ----------
     members
-        ``(stage index, parameter name there)``, by stage; the first is its owner. A stage that
-        holds it under several names is listed once, with the first of them.
+        ``(stage index, parameter name there)``, by stage; the first is the owner. A stage that
+        holds it under several names is listed once, with the first name.
     """
 
     members: tuple[tuple[int, str], ...]
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The stages that hold it."""
+        """Stages that hold the parameter."""
         return tuple(index for index, _ in self.members)
 
     @property
     def owner(self) -> int:
-        """The first of them."""
+        """First stage that holds it."""
         return self.members[0][0]
 
 
@@ -47,27 +47,27 @@ def ties_of_stages(stages: Sequence[nn.Module]) -> tuple[StageTie, ...]:
 def analyze_tie_weights(
     top_mod: nn.Module, is_pipeline_partitioned: bool
 ) -> dict[int, set[tuple[str, int]]]:
-    """Parameters that a model has under several names.
+    """Return the parameters that a model has under several names.
 
     Parameters
     ----------
     top_mod
-        The model; or, partitioned, the module whose children are its stages.
+        The model; or, if partitioned, the module whose children are its stages.
     is_pipeline_partitioned
-        Which of the two it is.
+        True if `top_mod` is partitioned.
 
     Returns
     -------
     dict
-        A number for each of them -> the ``(name, stage)`` where it stands: names in the stage, or
-        in the model with stage 0.
+        Index of the parameter -> its ``(name, stage)`` pairs: names in the stage, or in the model
+        with stage 0.
     """
     stages = list(top_mod.children()) if is_pipeline_partitioned else [top_mod]
     return dict(enumerate(set(places) for places in _places(stages) if len(places) > 1))
 
 
 def _places(stages: Sequence[nn.Module]) -> Iterable[list[tuple[str, int]]]:
-    """For each parameter, the ``(name, stage)`` of its places, in order."""
+    """For each parameter, its ``(name, stage)`` pairs in order."""
     found: dict[int, list[tuple[str, int]]] = {}
     for index, stage in enumerate(stages):
         for name, parameter in stage.named_parameters(remove_duplicate=False):

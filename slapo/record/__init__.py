@@ -1,4 +1,4 @@
-"""Schedules as data: what a record keeps of arguments, and files of whole records."""
+"""Schedules as data: recorded arguments, and files of full records."""
 
 from slapo.record.keep import keep, made_by
 from slapo.record.modules import ModuleSpec

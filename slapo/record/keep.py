@@ -1,4 +1,4 @@
-"""From arguments to what a record keeps of them, and from JSON to that."""
+"""Encoding of arguments for a record, and decoding from JSON."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _PARTS: dict[str, type[Part]] = {
 def keep(value: Any, node: Node) -> Any:
     """Encode an argument of a primitive of `node` for a record, before it is applied.
 
-    It holds no module, graph or large tensor, and later changes of `value` do not reach it. What
-    no file can hold is kept as its text, and refused when the record is saved.
+    The result holds no module, graph or large tensor, and later changes of `value` do not affect
+    it. Values that no file can hold become their text; saving the record then raises.
     """
     if type(value) in PLAIN or isinstance(value, Part):
         return value
@@ -62,20 +62,20 @@ def _keep_container(value: Any, inner: Any, node: Node) -> Any:
         return Unnamed(describe(value), why)
     try:
         return map_inner(list(value) if isinstance(value, range) else value, inner)
-    except TypeError:  # keys and items that could be hashed, and what is kept of them cannot
+    except TypeError:  # keys and items were hashable, but their encoded forms are not
         why = f"a {type(value).__qualname__} of objects; pass plain values in it"
         return Unnamed(describe(value), why)
 
 
 def made_by(make: Any, module: nn.Module, node: Node) -> Any:
-    """Encode a module that `make` made: by the function, where it has a name."""
+    """Encode a module made by `make`, as the function if it can be imported."""
     function = keep(make, node)
     is_named = isinstance(function, (Named, Partial))
     return MadeBy(function, describe(module)) if is_named else keep(module, node)
 
 
 def decode(data: Any) -> Any:
-    """The output of :func:`.parts.encode`, as a record keeps it."""
+    """Decode the output of :func:`.parts.encode`."""
     if isinstance(data, list):
         return [decode(item) for item in data]
     if not isinstance(data, dict):

@@ -1,4 +1,4 @@
-"""Modules by how they are made: their class and the arguments of its constructor."""
+"""Modules as their class and constructor arguments."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _DEFAULTS: WeakKeyDictionary[type[nn.Module], Mapping[str, Any]] = WeakKeyDictio
 
 @dataclass(frozen=True)
 class ModuleSpec(Part):
-    """A module that its class makes again.
+    """A module as its class and constructor arguments.
 
     Parameters
     ----------
     cls
-        The class.
+        Import path of the class.
     args, kwargs
         Arguments of the constructor.
     empty
-        Whether its parameters have no values of their own, and are made on ``meta``.
+        True if its parameters have no values of their own, and are rebuilt on ``meta``.
     state
-        Fingerprint of all that the module was, to compare with; empty where it has been.
+        Fingerprint of the original module, for comparison; empty in a record from a file.
     """
 
     tag = "module"
@@ -82,13 +82,13 @@ class ModuleSpec(Part):
         return made
 
     def problem(self) -> str:
-        """Make one, and compare it with what the module was."""
+        """Rebuild the module, and compare it with the original."""
         if not self.state:
             return ""
         try:
             with torch.random.fork_rng(devices=[]):
                 state = _state_of(self.revive())
-        except Exception as error:  # of the constructor's: any
+        except Exception as error:  # the constructor may raise anything
             raised = f"{type(error).__name__}: {error}"
             return f"its constructor does not rebuild it ({raised}); {_BY_A_FUNCTION}"
         if state == self.state:
@@ -101,21 +101,22 @@ class ModuleSpec(Part):
 
 
 class _OpaqueError(Exception):
-    """Something in a module that another one, rebuilt, might not have."""
+    """Raised for module state that a rebuilt module might lack."""
 
     def __init__(self, what: str, remedy: str = "") -> None:
         super().__init__(f"{what}; {remedy}{_BY_A_FUNCTION}")
 
 
 def keep_module(module: nn.Module, keep: Keep, node: Node) -> Part:
-    """The recipe of a module that is an argument of a primitive of `node`."""
+    """Encode a module that is an argument of a primitive of `node`."""
     try:
         empty = _is_empty(module, node)
         made = _recipe(module, keep)
         return ModuleSpec(*made, empty, _state_of(module))
     except _OpaqueError as error:
         return Unnamed(describe(module), str(error))
-    except Exception as error:  # of the module's own code, before its primitive has checked it
+    # from the module's own code, which its primitive has not checked yet
+    except Exception as error:
         return Unnamed(describe(module), f"{type(error).__name__}: {error}; {_BY_A_FUNCTION}")
 
 
@@ -157,7 +158,7 @@ def _recipe(module: nn.Module, keep: Keep) -> tuple[Named, tuple[Any, ...], dict
 
 
 def _parameters(cls: type[nn.Module]) -> Mapping[str, Any]:
-    """Named arguments of a constructor, and their defaults; cached, as the lookup is slow."""
+    """Return the named constructor arguments with defaults; cached, as the lookup is slow."""
     known = _DEFAULTS.get(cls)
     if known is None:
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -168,7 +169,7 @@ def _parameters(cls: type[nn.Module]) -> Mapping[str, Any]:
 
 
 def _attribute(module: nn.Module, name: str, default: Any) -> tuple[bool, Any]:
-    """A module's attribute for an argument, by its name; ``bias=True`` makes a parameter."""
+    """Find a module's attribute for a constructor argument; ``bias=True`` is a parameter."""
     if name in module._parameters:
         return isinstance(default, bool), module._parameters[name] is not None
     if name in module._modules or name in _OF_TORCH:
@@ -177,9 +178,9 @@ def _attribute(module: nn.Module, name: str, default: Any) -> tuple[bool, Any]:
 
 
 def _state_of(module: nn.Module) -> str:
-    """A fingerprint of all that decides what a module does: classes and attributes, all the way."""
+    """Return a fingerprint of all classes and attributes that determine a module's behavior."""
     digest = hashlib.sha256()
-    numbers: dict[int, int] = {}  # what is registered twice has one
+    numbers: dict[int, int] = {}  # objects that are registered twice share a number
     for path, part in module.named_modules():
         digest.update(f"\n{path}: {type(part).__module__}.{type(part).__qualname__}".encode())
         hooks = [name for name in _HOOKS if part.__dict__.get(name)]
@@ -200,13 +201,13 @@ def _attributes(module: nn.Module, numbers: dict[int, int]) -> Iterator[tuple[st
 
 
 def _facts(param: nn.Parameter, numbers: dict[int, int]) -> tuple[Any, ...]:
-    """Description of a parameter without its values."""
+    """Describe a parameter without its values."""
     number = numbers.setdefault(id(param), len(numbers))
     return number, tuple(param.shape), param.dtype, param.requires_grad, dict(vars(param))
 
 
 def _comparable(name: str, value: Any) -> str:
-    """A text that equal values have in common, and others have not."""
+    """Return a text that is equal for equal values only."""
     if type(value) in PLAIN:
         return repr(value)
     if isinstance(value, Tensor):

@@ -1,8 +1,8 @@
-"""Arguments as a record keeps them: plain values, containers of these, and stand-ins.
+"""Arguments in a record: plain values, containers of these, and stand-ins.
 
-A stand-in (:class:`Part`) is what is left of an argument that may change, that would be kept alive,
-or that no file can hold: the import path of a function, the constructor's arguments of a module. It
-turns into JSON and back, and in a replay into the argument again.
+A stand-in (:class:`Part`) replaces an argument that may change, that would be kept alive, or that
+no file can hold. Examples are the import path of a function and the constructor arguments of a
+module. It converts to JSON and back, and in a replay to the argument again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slapo.errors import SlapoError
 from slapo.history import Kept, describe
 from slapo.node import Node
 
-#: Values that are what they are, and that a record may hold.
+#: Types of values that a record holds unchanged.
 PLAIN = frozenset(
     {
         *(type(None), bool, int, float, complex, str, type(...)),
@@ -34,40 +34,40 @@ PLAIN = frozenset(
 )
 _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
-#: Turns JSON back; see :func:`slapo.record.keep.decode`.
+#: Function that decodes JSON; see :func:`slapo.record.keep.decode`.
 Decode = Callable[[Any], Any]
 
 
 class Part(Kept):
-    """A stand-in for an argument: made of the fields of a dataclass, in JSON a list of them."""
+    """A stand-in for an argument; a dataclass whose fields form a list in JSON."""
 
     #: The key of its object in JSON.
     tag = ""
 
     def inner(self) -> Iterable[Any]:
-        """Its parts, as the record keeps them."""
+        """Return its encoded fields."""
         return [getattr(self, each.name) for each in dataclasses.fields(self)]  # type: ignore[arg-type]
 
     def encode(self) -> Any:
-        """The value of its object in JSON."""
+        """Return the value of its object in JSON."""
         return [encode(each) for each in self.inner()]
 
     @classmethod
     def decode(cls, data: Any, decode: Decode) -> Part:
-        """Read what :meth:`encode` wrote."""
+        """Rebuild a part from the output of :meth:`encode`."""
         return cls(*map(decode, data))
 
     def revive(self, node: Node) -> Any:
-        """The argument, for a call on `node`."""
+        """Return the argument, for a call on `node`."""
         raise NotImplementedError
 
     def problem(self) -> str:
-        """Why a file cannot hold it, and what to do; empty where it can."""
+        """Return why a file cannot hold it, with the fix, or ``""``."""
         return ""
 
 
 def map_inner(value: Any, function: Callable[[Any], Any]) -> Any:
-    """A container of the same kind with `function` applied to its items; others as they are."""
+    """Apply `function` to the items of a container; return other values unchanged."""
     if isinstance(value, Mapping):
         return {function(key): function(item) for key, item in value.items()}
     if isinstance(value, slice):
@@ -79,7 +79,7 @@ def map_inner(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def walk(value: Any) -> Iterator[Any]:
-    """A kept value and all that is in it."""
+    """Yield an encoded value and everything in it."""
     yield value
     inner: list[Any] = list(value.inner()) if isinstance(value, Part) else []
     map_inner(value, inner.append)
@@ -88,14 +88,14 @@ def walk(value: Any) -> Iterator[Any]:
 
 
 def revive(value: Any, node: Node) -> Any:
-    """The argument that a kept value stands for, in containers of its own."""
+    """Return the argument of an encoded value, in new containers."""
     if isinstance(value, Part):
         return value.revive(node)
     return map_inner(value, lambda each: revive(each, node))
 
 
 def encode(value: Any) -> Any:
-    """A kept value as JSON; every object there has one key, which says what it is."""
+    """Convert an encoded value to JSON; every object there has one key, its type."""
     if isinstance(value, Part):
         return {value.tag: value.encode()}
     if isinstance(value, list):
@@ -104,7 +104,7 @@ def encode(value: Any) -> Any:
         return _encode_dict(value)
     if isinstance(value, tuple):
         return {"tuple": [encode(item) for item in value]}
-    if isinstance(value, (set, frozenset)):  # in the same order in every process
+    if isinstance(value, (set, frozenset)):  # the same order in every process
         return {type(value).__name__: sorted((encode(item) for item in value), key=repr)}
     if isinstance(value, slice):
         return {"slice": [encode(part) for part in (value.start, value.stop, value.step)]}
@@ -130,7 +130,7 @@ def _encode_plain(value: Any) -> Any:
 
 
 def decode_plain(tag: str, data: Any, decode: Decode) -> Any:
-    """Decode an object of JSON."""
+    """Decode a JSON object."""
     readers: dict[str, Callable[[Any], Any]] = {
         "tuple": lambda items: tuple(map(decode, items)),
         "set": lambda items: set(map(decode, items)),
@@ -160,7 +160,7 @@ _NAMED = "a function at the top level of a module that can be imported"
 
 @dataclass(frozen=True)
 class Unnamed(Part):
-    """An argument that no file can hold: its text, and what to pass in its place."""
+    """An argument that no file can hold: its text, and what to pass instead."""
 
     shown: str
     why: str
@@ -180,7 +180,7 @@ class Named(Part):
     tag = "import"
     module: str
     qualname: str
-    #: true for one that a file names: see :func:`check_value`
+    #: True if the name comes from a file; see :func:`check_value`
     is_read: bool = field(default=False, compare=False)
 
     @property
@@ -228,7 +228,7 @@ class Partial(Part):
 
 @dataclass(frozen=True)
 class MadeBy(Part):
-    """A module that a function makes for its place, as for ``select(...).replace(make)``."""
+    """A module made by a function, as for ``select(...).replace(make)``."""
 
     tag = "made_by"
     function: Any
@@ -243,12 +243,12 @@ class MadeBy(Part):
 
 
 def look_up(module: Any, qualname: str) -> Any:
-    """The value of a dotted name in a module."""
+    """Return the value of a dotted name in a module."""
     return functools.reduce(getattr, qualname.split("."), module)
 
 
-#: Packages that names in a file may lead to without being asked for, and the modules of each whose
-#: functions compute and do nothing else. Others load files, download, or start programs.
+#: Packages that names in a file may always refer to, and their modules with purely computing
+#: functions. Other modules load files, download, or start programs.
 TRUSTED = {
     "torch": r"torch|torch\.(functional|nn\.functional|nn\.init|_C\._\w+)",
     "slapo": r"slapo\.(op|sharding|pattern|model_schedule)\b.*",
@@ -257,7 +257,7 @@ TRUSTED = {
 
 
 def check_package(named: Named, allow: Collection[str]) -> None:
-    """Refuse a name from a file that leads out of the trusted packages; imports nothing."""
+    """Refuse a name from a file outside the trusted packages, without importing it."""
     package = named.module.partition(".")[0]
     if named.is_read and package not in TRUSTED and package not in allow:
         raise SlapoError(
@@ -267,7 +267,7 @@ def check_package(named: Named, allow: Collection[str]) -> None:
 
 
 def check_value(named: Named, allow: Collection[str]) -> None:
-    """Import a name; refuse one from a file that stands for what may do harm when it is called."""
+    """Import a name; refuse a name from a file whose value may do harm when called."""
     value = named.revive()
     if not named.is_read:
         return
@@ -287,12 +287,12 @@ def check_value(named: Named, allow: Collection[str]) -> None:
 
 
 def import_path(value: Any) -> Named | None:
-    """Where `value` can be imported from; None if nowhere."""
+    """Return the path that `value` can be imported from, or None."""
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
     if not isinstance(name, str) or "<" in name:
         return None
     places = [(getattr(value, "__module__", None), name)]
-    # Torch's own functions call themselves by names within the extension.
+    # Torch's own functions have names within the extension.
     last = name.rpartition(".")[2]
     places += [("torch", last), ("torch", f"Tensor.{last}"), ("torch.nn.functional", last)]
     for place, qualname in places:
@@ -307,12 +307,12 @@ def import_path(value: Any) -> Named | None:
 
 
 def _is_class_method(value: Any, found: Any) -> bool:
-    """A class method, of which each look-up makes another object."""
+    """Return whether both are one class method, which each look-up wraps in a new object."""
     return isinstance(value, MethodType) and isinstance(value.__self__, type) and value == found
 
 
 def keep_callable(value: Any, keep: Callable[[Any], Any]) -> Part:
-    """A function, a class or a partial by its import path."""
+    """Encode a function, a class or a partial by its import path."""
     if isinstance(value, functools.partial):
         return Partial(keep(value.func), keep(value.args), keep(value.keywords))
     return import_path(value) or Unnamed(describe(value), _why_unnamed(value))
@@ -334,17 +334,17 @@ def _why_unnamed(value: Any) -> str:
 
 
 # --- small tensors --------------------------------------------------------------------------------
-#: Elements of a tensor that a record holds; of more than that the file would be no text to read.
+#: Maximum number of tensor elements in a record, so that its file stays readable.
 MOST = 16_384
 
 
 @dataclass(frozen=True, eq=False)
 class Values(Part):
-    """A tensor: a private copy of it."""
+    """A private copy of a tensor."""
 
     tag = "tensor"
     tensor: Tensor
-    #: the kind of its device; the index is another one on each rank
+    #: device type; the index differs between ranks
     device: str
 
     @property
@@ -352,14 +352,14 @@ class Values(Part):
         return describe(self.tensor)
 
     def encode(self) -> Any:
-        """Shape, dtype, kind of device, and the values in one list; none of a tensor on meta."""
+        """Return shape, dtype, device type, and the values as one list (None on meta)."""
         tensor = self.tensor
         values = None if tensor.is_meta else encode(tensor.flatten().tolist())
         return [list(tensor.shape), encode(tensor.dtype), self.device, values]
 
     @classmethod
     def decode(cls, data: Any, decode: Decode) -> Values:
-        """The tensor again, on CPU until it is asked for."""
+        """Rebuild the tensor, on CPU until it is needed."""
         shape, dtype, device, values = data
         dtype = decode(dtype)
         if values is None:
@@ -367,12 +367,12 @@ class Values(Part):
         return cls(torch.tensor(decode(values), dtype=dtype).reshape(shape), device)
 
     def revive(self, node: Node) -> Tensor:
-        """A copy, which the primitive may do with as it likes."""
+        """Return a copy, which the primitive may change."""
         return self.tensor.clone().to(self.device)
 
 
 def keep_tensor(value: Tensor) -> Part:
-    """The values of a small plain tensor."""
+    """Encode a small plain tensor by its values."""
     if type(value) is not Tensor or value.layout is not torch.strided or value.is_complex():
         why = f"a {type(value).__name__} that no text holds; pass a plain tensor"
         return Unnamed(describe(value), why)

@@ -1,4 +1,4 @@
-"""The record of a whole schedule: save, load, compare."""
+"""Record of a full schedule: save, load, compare."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slapo.record.keep import decode
 from slapo.record.parts import Part, encode, walk
 
 FORMAT = "slapo.schedule"
-#: Of the format. One more whenever a program that knows the former would misread a file.
+#: Format version. Increase it whenever older programs would misread a file.
 VERSION = 1
 _MOST_SHOWN = 5
 
@@ -24,17 +24,17 @@ _MOST_SHOWN = 5
 class ScheduleRecord(Sequence[Record]):
     """The primitives of a schedule in order, as data; a sequence of :class:`.history.Record`.
 
-    ``sch.record`` is that of a schedule as it is at the moment; :func:`slapo.replay` applies it to
-    another model.
+    ``sch.record`` is the current record of a schedule; :func:`slapo.replay` applies it to another
+    model.
 
     Parameters
     ----------
     records
-        What was applied.
+        Applied primitives, in order.
     world_size
         Size of the tensor-parallel group.
     root
-        Path of the schedule's root, where it has one.
+        Path of the schedule's root, if it has one.
 
     Examples
     --------
@@ -59,7 +59,7 @@ class ScheduleRecord(Sequence[Record]):
     @overload
     def __getitem__(self, index: slice) -> ScheduleRecord: ...
     def __getitem__(self, index: int | slice) -> Record | ScheduleRecord:
-        """A record by its step, from 0; for a slice, that part of the schedule."""
+        """Return the record of a step, counted from 0; for a slice, that part of the schedule."""
         if isinstance(index, slice):
             return ScheduleRecord(self.records[index], self.world_size, self.root)
         return self.records[index]
@@ -74,13 +74,13 @@ class ScheduleRecord(Sequence[Record]):
         return f"<ScheduleRecord of {len(self)} primitives, world_size {self.world_size}>"
 
     def digest(self) -> str:
-        """The fingerprint, equal to that of the schedule; see :meth:`Schedule.digest`."""
+        """Return the fingerprint, equal to that of the schedule; see :meth:`Schedule.digest`."""
         return digest(self.records)
 
     def diff(self, other: ScheduleRecord) -> str:
-        """Differences between two records, a line for each; empty if there are none.
+        """Return the differences between two records, one line each; empty if there are none.
 
-        Lines of programs and sizes of groups do not count.
+        Source lines and group sizes are not compared.
 
         Examples
         --------
@@ -102,13 +102,13 @@ class ScheduleRecord(Sequence[Record]):
 
     # --- files -------------------------------------------------------------------------------
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the record as JSON. Every rank may: the file is there as a whole or not at all.
+        """Write the record as JSON. Every rank may call it, as the file is written atomically.
 
         Raises
         ------
         SlapoError
-            If an argument is something that no file can hold, with the line that passed it and what
-            to pass in its place.
+            If no file can hold an argument; the message names the line that passed it, and what to
+            pass instead.
         """
         self.check_holds()
         lines = ",\n".join(
@@ -144,12 +144,12 @@ class ScheduleRecord(Sequence[Record]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ScheduleRecord:
-        """Read what :meth:`save` wrote. Nothing is imported yet, :func:`slapo.replay` does that.
+        """Read a file of :meth:`save`. Nothing is imported until :func:`slapo.replay`.
 
         Raises
         ------
         ValueError
-            If it is no such file, or of a version that this library does not know.
+            If it is no such file, or has an unsupported version.
         """
         try:
             data = json.loads(Path(path).read_text())
@@ -210,7 +210,7 @@ _Step = tuple[int, Record]
 
 
 def _describe_difference(first: Sequence[Record], second: Sequence[Record]) -> str:
-    """A line for each difference, in order of the steps; empty where there is none."""
+    """Describe each difference in a line, in order of the steps."""
     only_first, only_second = _unmatched(first, second)
     found = list(_moved(only_first, only_second))
     found += _changed(only_first, only_second)
@@ -222,7 +222,7 @@ def _describe_difference(first: Sequence[Record], second: Sequence[Record]) -> s
 def _unmatched(
     first: Sequence[Record], second: Sequence[Record]
 ) -> tuple[list[_Step], list[_Step]]:
-    """The steps of each that have no partner at the same place of the other."""
+    """Return the steps of each record without a partner at the same place of the other."""
     one, other = ([(record.call(), record.identity) for record in side] for side in (first, second))
     left: list[_Step] = []
     right: list[_Step] = []
@@ -235,7 +235,7 @@ def _unmatched(
 
 
 def _moved(left: list[_Step], right: list[_Step]) -> Iterator[tuple[int, int, str]]:
-    """Takes the equal ones that stand elsewhere out of both."""
+    """Remove equal steps at different places from both lists, and yield them."""
     for step, record in list(left):
         partner = next((pair for pair in right if pair[1].same_as(record)), None)
         if partner is not None:
@@ -245,7 +245,7 @@ def _moved(left: list[_Step], right: list[_Step]) -> Iterator[tuple[int, int, st
 
 
 def _changed(left: list[_Step], right: list[_Step]) -> Iterator[tuple[int, int, str]]:
-    """Takes those of one primitive on one module out of both, in their order."""
+    """Remove pairs of the same primitive on the same module from both lists, and yield them."""
     for step, record in list(left):
         key = (record.path, record.primitive)
         partner = next((p for p in right if (p[1].path, p[1].primitive) == key), None)

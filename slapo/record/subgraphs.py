@@ -1,4 +1,4 @@
-"""Matches of ``find``, recorded as the search and the place in its results."""
+"""Matches of ``find``, recorded as the search and the index in its results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _results: ContextVar[dict[Any, Any] | None] = ContextVar("slapo_replayed_searche
 
 @contextmanager
 def searches_kept() -> Iterator[None]:
-    """Keep results of searches for the steps of a replay that use them later."""
+    """Keep search results for later steps of a replay."""
     token = _results.set({})
     try:
         yield
@@ -38,16 +38,9 @@ def searches_kept() -> Iterator[None]:
 class Found(Part):
     """A match of ``find``, or a node of ``find_node``.
 
-    Parameters
-    ----------
-    verb
-        The method that searched.
-    pattern
-        Its argument, as the record keeps it.
-    index, total
-        Place in the results, and their number.
-    ago
-        Number of primitives that were applied between the search and the use of the match.
+    `verb` is the method that searched and `pattern` its encoded argument. `index` and `total` are
+    the position in the results and their number. `ago` counts the primitives between the search and
+    the use of the match.
     """
 
     tag = "found"
@@ -76,7 +69,7 @@ class Found(Part):
         return cls(data["verb"], decode(data["pattern"]), *numbers)
 
     def search(self, node: Node, step: int) -> None:
-        """Search now, for the step of a replay that will use it."""
+        """Search now, for a later step of the replay."""
         results = _results.get()
         assert results is not None, "only within searches_kept()"
         key = (node.path, self.verb, repr(self.pattern), step)
@@ -85,7 +78,7 @@ class Found(Part):
         results[id(self)] = results[key]
 
     def revive(self, node: Node) -> Any:
-        """The match, of this search or of the earlier one."""
+        """Return the match, from this search or an earlier one."""
         found = (_results.get() or {}).pop(id(self), None)
         if found is None:
             found = self._search(node)
@@ -108,7 +101,7 @@ class Found(Part):
 
 
 def keep_found(value: Any, keep: Callable[[Any], Any], node: Node) -> Part:
-    """A match or a located node."""
+    """Encode a match or a located node."""
     origin = getattr(value, "origin", None)
     if origin is None or (isinstance(value, Subgraph) and not value.is_whole()):
         return Unnamed(describe(value), _BY_HAND)

@@ -1,1 +1,1 @@
-"""Steps of training, saved in a format of their own and resumed at any layout and engine."""
+"""Training checkpoints in Slapo's own format, resumed at any layout and on any engine."""

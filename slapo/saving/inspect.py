@@ -1,4 +1,4 @@
-"""Contents of a run, of a saved step or of a folder of Hugging Face, as text."""
+"""Description of a run, a saved step or a Hugging Face folder, as text."""
 
 from __future__ import annotations
 
@@ -19,13 +19,7 @@ _SHOWN = 8
 
 
 def inspect(path: Path, verify: bool = False) -> Iterator[str]:
-    """Lines about what is in a folder; with `verify`, a last one for each step that is whole.
-
-    Raises
-    ------
-    SlapoError
-        If nothing is there, or it is damaged.
-    """
+    """Yield lines about a folder; with `verify`, also one about the checksums of each step."""
     if (path / MANIFEST).is_file() or step_of(path) is not None:
         yield from _step(path)
         if verify:

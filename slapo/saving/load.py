@@ -1,4 +1,4 @@
-"""Resume: each rank reads what it holds, after all ranks know that everything is there."""
+"""Resuming from a checkpoint: each rank reads its shards once all ranks have checked it."""
 
 from __future__ import annotations
 
@@ -44,26 +44,26 @@ logger = get_logger("slapo")
 
 _WHAT = "engine.load"
 
-#: Of a config, what does not change what a model computes.
+#: Config entries that do not change the model's computation.
 _NOT_COMPARED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 
 
 class HalfLoadedError(SlapoError):
-    """Loading has failed when values had changed already."""
+    """Raised if loading failed after values had changed."""
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """The outcome of loading a step.
+    """Outcome of loading a step.
 
     Attributes
     ----------
     step : int
-        The step after which training goes on.
+        The step after which training continues.
     samples : int
         Samples that all replicas have trained on.
     notes : tuple of str
-        Differences from the job that saved it, as random states of another layout.
+        Differences from the saving job, such as random states of another layout.
     """
 
     step: int
@@ -87,7 +87,7 @@ def load(engine: Trainer, run_or_step: Any, data: Any, only: str | None) -> Resu
         if not loading.only_weights:
             loading.check_groups()
         all_ranks_or_none(_WHAT, loading.compare_checksums)
-        # User code, before anything has changed.
+        # Runs user code, so it comes before any change.
         all_ranks_or_none(_WHAT, loading.give_data)
         try:
             all_ranks_or_none(_WHAT, loading.fill)
@@ -120,7 +120,7 @@ class _Loading:
 
     # --- before anything changes -----------------------------------------------------------------
     def check(self) -> None:
-        """Refuse a checkpoint of something else."""
+        """Refuse a checkpoint of another model, optimizer or kind of data."""
         held = self.engine.held()
         check_origins(_WHAT, held)
         self._check_model(held)
@@ -197,7 +197,7 @@ class _Loading:
         )
 
     def check_groups(self) -> None:
-        """Refuse other groups of parameters; finds the options of those here. A collective."""
+        """Refuse different parameter groups; find the options of the local ones. A collective."""
         cells = by_cell(self.engine)
         with self.engine.steppers() as steppers:
             here = class_of(steppers)
@@ -241,13 +241,13 @@ class _Loading:
         ]
 
     def compare_checksums(self) -> None:
-        """All files are what was written; each rank looks at some."""
+        """Check that all files are as written; the ranks divide them."""
         for rank in range(self.rank, self.step.world, self.ranks):
             self.step.checked(rank)
 
     # --- now -------------------------------------------------------------------------------------
     def give_data(self) -> None:
-        """Hand the data its state, or its place."""
+        """Restore the state or the position of the data."""
         if self.data is None or self.only_weights:
             return
         if self._method == "load_state_dict":
@@ -259,7 +259,7 @@ class _Loading:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Read everything into its place."""
+        """Read all values and state into place."""
         cells, bar = self.engine.cells(), progress_bar(_WHAT)
         for item in self.engine.held():
             kept = cells.get(id(item.tensor), [item])

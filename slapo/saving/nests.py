@@ -1,6 +1,6 @@
-"""State of schedulers, data and random numbers as JSON, with its tensors beside it.
+"""State of schedulers, data and random generators as JSON, with its tensors stored separately.
 
-What is read back is numbers, texts, tensors and nests of them: no code runs.
+Reading yields only numbers, strings, tensors and nests of them: no code runs.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from slapo.errors import SlapoError
 
-# Key of a JSON object that stands for something else.
+# Key that marks a JSON object as an encoded value.
 _TAG = "="
 
 _PLAIN = (str, bool, int, float, type(None))
 
-# Classes of nests -> what holds the same values.
+# Class of a nest -> class that is rebuilt with the same values.
 _LISTS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"}
 _DICTS: dict[type, str] = {OrderedDict: "dict", Counter: "Counter", defaultdict: "dict"}
 _MADE = {
@@ -33,7 +33,7 @@ _MADE = {
 
 
 def encode(value: Any, tensors: list[Tensor], where: str) -> Any:
-    """A nest as JSON; its tensors are added to `tensors`. `where` names it in an error."""
+    """Encode a nest as JSON; appends its tensors to `tensors`. `where` names it in an error."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Tensor):
@@ -61,7 +61,7 @@ def encode(value: Any, tensors: list[Tensor], where: str) -> Any:
 
 
 def decode(value: Any, tensors: list[Tensor]) -> Any:
-    """What was encoded."""
+    """Decode the result of `encode`."""
     if isinstance(value, list):
         return [decode(each, tensors) for each in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Which rank writes what: each element of each tensor once."""
+"""Assignment of writes to ranks: each element of each tensor is written once."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from slapo.weights.pieces import Box, lengths, overlap
 #: Slot of the optimizer ("" for values), and name of the original tensor.
 Key = tuple[str, str]
 
-#: A box to write, and the box that the rank has, of which it is all or a part.
+#: A box to write, and the rank's box that contains it.
 Part = tuple[Box, Box]
 
 
-#: A rank's part of a tensor.
+#: Dtype and boxes of a rank's part of a tensor.
 Offer = tuple[torch.dtype, tuple[Box, ...]]
 
 
 def share_out(
     offers: Sequence[Mapping[Key, Offer]], shapes: Mapping[str, Sequence[int]]
 ) -> list[dict[Key, list[Part]]]:
-    """What each rank writes of what the ranks have; the same on every rank.
+    """Return the parts that each rank writes; the same on every rank.
 
-    Replicas have equal boxes, or boxes that overlap: ranges of flat buffers, of which each
-    tensor-parallel rank has another length.
+    Replicas have equal boxes, or overlapping ones: ranges of flat buffers, whose lengths differ
+    between tensor-parallel ranks.
     """
     holders: dict[Key, dict[Box, list[int]]] = {}
     for rank, offered in enumerate(offers):
@@ -41,7 +41,7 @@ def share_out(
     lacking = []
     for key, ranks in holders.items():
         form = tuple(ranks), tuple(shapes[key[1]])
-        if form not in known:  # by far most are as in another layer, or another slot
+        if form not in known:  # most tensors have the form of one in another layer or slot
             known[form] = [(part, prod(lengths(part[0]))) for part in _once(*form)]
         for part, size in known[form]:
             have = ranks[part[1]]
@@ -60,7 +60,7 @@ def share_out(
 
 
 def _once(boxes: Sequence[Box], shape: Sequence[int]) -> list[Part]:
-    """Boxes without what others have before them."""
+    """Return the boxes without their overlaps with earlier boxes."""
     sizes = sum(prod(lengths(box)) for box in boxes)
     apart = sizes == prod(shape) and not any(
         overlap(a, b) for k, a in enumerate(boxes) for b in boxes[:k]
@@ -77,7 +77,7 @@ def _once(boxes: Sequence[Box], shape: Sequence[int]) -> list[Part]:
 
 
 def _without(box: Box, other: Box) -> list[Box]:
-    """The boxes that are left of one without what another shares with it."""
+    """Return the boxes that remain of `box` without its overlap with `other`."""
     shared = overlap(box, other)
     if shared is None:
         return [box]

@@ -1,4 +1,4 @@
-"""Save a step of training: each rank writes a part of what the ranks have."""
+"""Saving a training step: each rank writes a part of the state."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ _WHAT = "engine.save"
 
 
 class Saving:
-    """A step that is saved, or under way to be.
+    """A step that is saved, or being saved.
 
     Attributes
     ----------
     step : int
     path : Path
-        Where the step is when it is complete.
+        Path of the step once it is complete.
     """
 
     def __init__(self, step: int, path: Path) -> None:
         self.step, self.path = step, path
         self._thread: threading.Thread | None = None
-        #: what was copied, in whose memory the next save of this engine copies
+        #: copied tensors, whose memory the next save of this engine reuses
         self.copies: dict[Any, Tensor] = {}
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        """Return whether nothing is left to do: it is complete, or has failed."""
+        """Return whether the save is complete or has failed."""
         return self._thread is None or not self._thread.is_alive()
 
     def result(self) -> Path:
@@ -71,7 +71,7 @@ class Saving:
         Returns
         -------
         Path
-            That of the step.
+            Path of the step.
 
         Raises
         ------
@@ -155,7 +155,7 @@ def _check(engine: Trainer, data: Any, keep: int | None) -> None:
 
 @dataclass
 class _Told:
-    """A rank's description of its state, for the others."""
+    """A rank's description of its state, for the other ranks."""
 
     tensors: dict[Key, Offer]
     numbers: dict[str, dict[str, Any]]
@@ -171,7 +171,7 @@ def _own_state(engine: Trainer, data: Any) -> dict[str, Any]:
 
 
 def _describe(engine: Trainer, everyone: Sequence[_Told], has_data: bool) -> Manifest:
-    """The manifest, but for the boxes."""
+    """Return the manifest without the boxes."""
     given, tensors = original(engine), dict[str, dict[str, Saved]]()
     dtypes = {key: dtype for told in everyone for key, (dtype, _) in told.tensors.items()}
     for told in everyone:
@@ -203,7 +203,7 @@ def _describe(engine: Trainer, everyone: Sequence[_Told], has_data: bool) -> Man
 
 
 def described(engine: Trainer) -> dict[str, Any]:
-    """The model and its schedule, for comparisons and to show."""
+    """Return the model and its schedule, for comparison and display."""
     given = original(engine)
     config = given.config
     return {
@@ -214,16 +214,16 @@ def described(engine: Trainer) -> dict[str, Any]:
 
 
 def _plain(state: Any) -> Any:
-    """The state of a scheduler, without its functions: whoever resumes has them."""
+    """Encode a scheduler's state without its functions, which the resuming job has."""
     if isinstance(state, dict):
         state = {name: value for name, value in state.items() if not callable(value)}
-    # Of a learning rate that is a tensor.
+    # Learning rates may be tensors.
     plain = pytree.tree_map_only(Tensor, Tensor.tolist, state)
     return encode(plain, [], "lr_scheduler.state_dict()")
 
 
 def _values(mine: Mine, share: Mapping[Key, Sequence[Any]]) -> dict[tuple[Key, Box], Tensor]:
-    """Views of what this rank writes."""
+    """Views of the tensors that this rank writes."""
     return {
         (key, part): mine.values[key, box][index_of(part, box)]
         for key, parts in share.items()
@@ -244,7 +244,7 @@ def _start(folder: Path) -> None:
 
 @dataclass
 class _Job:
-    """The writing that is left when all is planned; after `copy` it touches no engine."""
+    """The write that remains after planning; after `copy` it does not access the engine."""
 
     rank: int
     folder: Path
@@ -255,9 +255,9 @@ class _Job:
     own: dict[str, Tensor] = field(default_factory=dict)
 
     def copy(self, room: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
-        """Have values of now, whatever is trained from here on, in memory of before if it fits.
+        """Copy the values, so that training can continue; reuses the memory in `room` if it fits.
 
-        Most of the time of a copy goes to memory that the system gives out again.
+        Most of the time of a copy is spent on newly allocated memory.
         """
         for key, value in self.values.items():
             copy = room.get(key)
@@ -268,7 +268,7 @@ class _Job:
         return self.values
 
     def write(self) -> None:
-        """Write the file of this rank; the first one completes the step. A collective."""
+        """Write the file of this rank; rank 0 completes the step. A collective."""
         temporary = temporary_of(self.folder)
         try:
             sums = self._agreed(lambda: self._write_file(temporary))

@@ -1,4 +1,4 @@
-"""State that a rank has to save: boxes of original tensors, numbers and groups."""
+"""State that a rank has to save: boxes of original tensors, numbers and parameter groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slapo.weights.holdings import Held
 from slapo.weights.pieces import Box
 from slapo.weights.provenance import Original, original_of
 
-#: What a group of an optimizer has besides its options.
+#: Keys of an optimizer's group that are not options.
 _NO_OPTIONS = ("params", "param_names")
 
 
@@ -34,67 +34,67 @@ class Trainer(Protocol):
 
     @property
     def kind(self) -> str:
-        """The runtime, and what it shards."""
+        """The runtime and its sharding."""
 
     @property
     def loss_scale(self) -> tuple[float, int] | None:
-        """The scale of a loss in float16."""
+        """Loss scale for float16, and the steps since it changed."""
 
     def held(self) -> list[Held]:
-        """What the model computes with."""
+        """Tensors that the model computes with."""
 
     def cells(self) -> dict[int, list[Held]]:
-        """What the optimizer steps on."""
+        """Tensors that the optimizer steps on."""
 
     def steppers(self) -> AbstractContextManager[list[torch.optim.Optimizer]]:
-        """Torch's optimizers."""
+        """Torch optimizers."""
 
     def fragments(self) -> Iterator[tuple[str, Held]]:
-        """What there is to save."""
+        """Tensors to save."""
 
     def slots_changed(self) -> None:
-        """The optimizer's state has other tensors."""
+        """Notify that the tensors of the optimizer's state were replaced."""
 
     def set_loss_scale(self, scale: float, steps: int) -> None:
-        """Have another scale."""
+        """Set the loss scale."""
 
     def saving_group(self) -> Any:
-        """All ranks, for a thread that saves."""
+        """Group of all ranks for a thread that saves."""
 
 
 def original(engine: Trainer) -> Original:
-    """The model that was scheduled."""
+    """Return the original model of the schedule."""
     found = original_of(engine.lowering.model)
     assert found is not None, "build writes it down"
     return found
 
 
 def names_of(held: Held) -> list[str]:
-    """The original tensors that the whole of one is made of."""
+    """Names of the original tensors that a full tensor consists of."""
     assert held.origin is not None, "asked before"
     return sorted({str(piece.leaf) for piece in held.origin.pieces})
 
 
 @dataclass
 class Mine:
-    """This rank's part of the state of training."""
+    """This rank's part of the training state."""
 
     values: dict[tuple[Key, Box], Tensor] = field(default_factory=dict)
     #: slot -> dtype and values by names
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    #: slot -> name of a parameter -> what is not of its form
+    #: slot -> name of a parameter -> state of another shape
     odd: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     optimizer: str | None = None
 
     def offer(self) -> dict[Key, Offer]:
-        """The boxes that it has of each tensor, and their dtype."""
+        """Return the dtype and the boxes of each tensor."""
         boxes: dict[Key, list[Box]] = {}
         dtypes = {}
         for (key, box), values in self.values.items():
             boxes.setdefault(key, []).append(box)
             dtypes[key] = values.dtype
-        # Slots have the boxes of their parameter: one object, which is sent once.
+        # Slots have the boxes of their parameter: sharing one object sends it once.
         same: dict[tuple[Box, ...], tuple[Box, ...]] = {}
         return {
             key: (dtypes[key], same.setdefault(tuple(each), tuple(each)))
@@ -103,7 +103,7 @@ class Mine:
 
 
 def collect(engine: Trainer) -> Mine:
-    """All that this rank has, as views."""
+    """Return all state of this rank, as views."""
     mine = Mine()
     for slot, held in engine.fragments():
         for piece, values in held.pieces():
@@ -118,12 +118,12 @@ def collect(engine: Trainer) -> Mine:
 
 
 def class_of(steppers: Sequence[Any]) -> str | None:
-    """The class of an optimizer, or those that it consists of; None of none."""
+    """Class names of the optimizers; None if there are none."""
     return " and ".join(type(each).__name__ for each in steppers) or None
 
 
 def by_cell(engine: Trainer) -> dict[int, list[Held]]:
-    """Id of a tensor that the optimizer steps on -> the parameters that are in it."""
+    """Id of a tensor that the optimizer steps on -> the parameters in it."""
     found: dict[int, list[Held]] = {}
     for kept in engine.cells().values():
         for item in kept:
@@ -132,7 +132,7 @@ def by_cell(engine: Trainer) -> dict[int, list[Held]]:
 
 
 def has_form_of(cell: Tensor, slot: str, value: Any) -> bool:
-    """Return whether a part of the optimizer's state lies as what it steps on."""
+    """Return whether a part of the optimizer's state has the layout of its cell."""
     is_number = slot == "step" and cell.dim() == 0
     return isinstance(value, Tensor) and value.shape == cell.shape and not is_number
 
@@ -161,7 +161,7 @@ def _add_numbers(mine: Mine, optimizer: Any, cells: Mapping[int, Sequence[Held]]
 
 
 def groups_of(optimizer: Any, cells: Mapping[int, Sequence[Held]]) -> list[dict[str, Any]]:
-    """Options of an optimizer, and the names that they hold for."""
+    """Options of an optimizer's groups, and the names that they apply to."""
     found = []
     for group in optimizer.param_groups:
         options = {}
@@ -170,7 +170,7 @@ def groups_of(optimizer: Any, cells: Mapping[int, Sequence[Held]]) -> list[dict[
                 plain = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
                 options[name] = encode(plain, [], name)
             except SlapoError:
-                continue  # as a function; the engine that resumes has its own
+                continue  # for example a function; the resuming engine has its own
         held = [item for p in group["params"] for item in cells.get(id(p), ())]
         for name in _NO_OPTIONS:
             options.pop(name, None)
@@ -179,7 +179,7 @@ def groups_of(optimizer: Any, cells: Mapping[int, Sequence[Held]]) -> list[dict[
 
 
 def merged_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups of all ranks; those of equal options are one."""
+    """Merge the groups of all ranks; groups with equal options become one."""
     found: list[dict[str, Any]] = []
     for group in groups:
         same = next((g for g in found if g["options"] == group["options"]), None)
@@ -191,7 +191,7 @@ def merged_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def merged_numbers(parts: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Numbers of all ranks."""
+    """Merge the numbers of all ranks."""
     found: dict[str, dict[str, Any]] = {}
     for part in parts:
         for slot, numbers in part.items():
@@ -203,14 +203,14 @@ def merged_numbers(parts: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict
 # --- in the other direction ----------------------------------------------------------------------
 @dataclass
 class Room:
-    """The state that an optimizer is to have of what it steps on, before values are read."""
+    """State to create for a tensor that an optimizer steps on, before values are read."""
 
     slots: list[str]
     numbers: dict[str, float | int]
 
 
 def room_for(inside: Sequence[Held], manifest: Manifest) -> Room:
-    """The slots and numbers that were saved of the parameters in a tensor."""
+    """Return the saved slots and numbers of the parameters in a tensor."""
     names = [name for item in inside for name in names_of(item)]
     slots = [
         slot
@@ -238,7 +238,7 @@ def make_room(
     odd: Mapping[int, Mapping[str, Any]],
     kinds: Mapping[str, str],
 ) -> None:
-    """Give an optimizer its options, and zeros where values are read later."""
+    """Set the options of an optimizer, and zeros for values that are read later."""
     packed = optimizer.state_dict()
     state, number = {}, 0
     for group, given, wanted in zip(

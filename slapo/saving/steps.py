@@ -1,12 +1,12 @@
-"""Folders of a run: one for each step that was saved, complete or not there.
+"""Folders of a run: one for each saved step, either complete or absent.
 
 ``run/step_00000100/checkpoint.json``
-    Written last: what was saved, and of each tensor the boxes it is written in: offset, sizes, the
-    rank in whose file a box lies, and a checksum.
+    Written last: the description of the step, and for each tensor its boxes: offset, sizes, the
+    rank whose file holds the box, and a checksum.
 ``run/step_00000100/rank_00000.safetensors``
-    Boxes by ``slot:name@offset``, and what is this rank's alone.
+    Boxes by ``slot:name@offset``, and state of this rank only.
 ``run/step_00000200.tmp/``
-    Under way, or left by a job that was killed.
+    Being written, or left by a job that was killed.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ _STEP = re.compile(r"step_(\d{8,})")
 
 
 def folder_of(run: Path, step: int) -> Path:
-    """Where a step of a run is saved."""
+    """Folder of a step of a run."""
     return run / f"step_{step:08d}"
 
 
 def step_of(folder: Path) -> int | None:
-    """The step that a folder is of, by its name; None if it is of none."""
+    """Return the step in a folder's name; None if it has none."""
     found = _STEP.fullmatch(folder.name)
     return None if found is None else int(found[1])
 
 
 def checkpoints(run: str | os.PathLike[str]) -> list[Path]:
-    """The complete steps that ``engine.save`` has left in a folder.
+    """Return the complete steps that ``engine.save`` has written to a folder.
 
     Parameters
     ----------
     run
-        The folder that was given to ``engine.save``; it need not be there yet.
+        The folder that was passed to ``engine.save``; it need not exist yet.
 
     Returns
     -------
     list of Path
-        Oldest first; what is under way or was broken off is left out.
+        Oldest first; unfinished steps are left out.
 
     Examples
     --------
@@ -82,14 +82,14 @@ class Saved:
     boxes: list[list[Any]] = field(default_factory=list)
 
     def places(self) -> Iterator[tuple[Box, int, int]]:
-        """The boxes, and the rank and the checksum of each."""
+        """Yield each box with its rank and checksum."""
         for offset, sizes, rank, checksum in self.boxes:
             yield tuple((a, a + n) for a, n in zip(offset, sizes, strict=True)), rank, checksum
 
 
 @dataclass
 class Manifest:
-    """What ``checkpoint.json`` says."""
+    """Contents of ``checkpoint.json``."""
 
     step: int
     samples: int
@@ -100,18 +100,18 @@ class Manifest:
     #: class, config and the lines of the schedule
     model: dict[str, Any]
     optimizer: str | None
-    #: hyper-parameters, and the original names that they hold for
+    #: hyperparameters, and the original names that they apply to
     groups: list[dict[str, Any]]
-    #: slot -> dtype and values by original names, of what is one number for a tensor
+    #: slot -> dtype and values by original names, for state that is one number per tensor
     numbers: dict[str, dict[str, Any]]
     scheduler: Any
     loss_scale: list[Any] | None
     seed: int
-    #: whether the state of what yields batches is there
+    #: true if the state of the data iterator was saved
     has_data: bool
-    #: slots that are not of the form of their tensors
+    #: slots that do not have the shape of their tensors
     odd: list[str]
-    #: rank -> checksums of what is in its file besides boxes
+    #: rank -> checksums of the entries of its file that are not boxes
     own: dict[str, dict[str, int]]
     #: slot -> name -> tensor
     tensors: dict[str, dict[str, Saved]]
@@ -124,7 +124,7 @@ class Manifest:
         return ", ".join(f"{d}={n}" for d, n in zip(("pp", "dp", "tp"), sizes, strict=True))
 
     def write(self, folder: Path) -> None:
-        """Write it, and have it on the disk."""
+        """Write it, and flush it to disk."""
         with open(folder / MANIFEST, "w") as file:
             json.dump(self, file, default=vars)
             file.flush()
@@ -132,7 +132,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Read that of a step."""
+        """Read the manifest of a step."""
         path = folder / MANIFEST
         try:
             given = json.loads(path.read_text())
@@ -176,7 +176,7 @@ def checksum(values: Tensor) -> int:
 
 
 class Step:
-    """A complete step, to read from; no rank waits for another."""
+    """A complete step opened for reading; reads are local to a rank."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -184,7 +184,7 @@ class Step:
         self._files: dict[int, TensorFile] = {}
 
     def read(self, key: Key, box: Box) -> Tensor:
-        """The values in a box, from the boxes that were saved."""
+        """Assemble the values of a box from the saved boxes."""
         saved, values = self.manifest.tensors[key[0]][key[1]], None
         for there, rank, _ in saved.places():
             shared = there if there == box else overlap(there, box)
@@ -202,20 +202,14 @@ class Step:
         return values
 
     def own(self, rank: int) -> Any:
-        """What is one rank's alone."""
+        """Return the state that belongs to one rank only."""
         names = self.manifest.own[str(rank)]
         tensors = [self._whole(rank, f"own.{k}") for k in range(len(names) - 1)]
         text: Any = self._whole(rank, "own").numpy()
         return decode(json.loads(text.tobytes()), tensors)
 
     def checked(self, rank: int) -> int:
-        """Compare all checksums of a rank's file; returns its bytes.
-
-        Raises
-        ------
-        SlapoError
-            If something is not what was written.
-        """
+        """Compare all checksums of a rank's file; return its size in bytes."""
         size, file = 0, self._file(rank)
         present = set(file.names())
         for name, expected in self._checksums[rank].items():
@@ -232,7 +226,7 @@ class Step:
 
     @cached_property
     def _checksums(self) -> list[dict[str, int]]:
-        """Name in a rank's file -> checksum, for each rank."""
+        """For each rank: name in its file -> checksum."""
         found = [dict(self.manifest.own.get(str(rank), {})) for rank in range(self.world)]
         for slot, named in self.manifest.tensors.items():
             for name, saved in named.items():
@@ -242,7 +236,7 @@ class Step:
 
     @property
     def world(self) -> int:
-        """Number of ranks that have saved it."""
+        """Number of ranks that saved the step."""
         return len(self.manifest.places)
 
     def close(self) -> None:
@@ -267,7 +261,7 @@ class Step:
 
 
 def find(run_or_step: Path) -> Path:
-    """The step that is meant: a folder of one, or the last one of a run."""
+    """Return the step: a folder of one, or the last one of a run."""
     if (run_or_step / MANIFEST).is_file() or step_of(run_or_step) is not None:
         return run_or_step
     found = checkpoints(run_or_step)
@@ -282,9 +276,9 @@ def find(run_or_step: Path) -> Path:
 
 
 def keep_last(run: Path, count: int) -> None:
-    """Remove all steps but the last ones."""
+    """Remove all steps but the last `count`."""
     for folder in checkpoints(run)[:-count]:
-        # Without its name first: half a step is not taken for a whole one.
+        # Renamed first, so that a half-deleted step is not taken for a complete one.
         temporary = temporary_of(folder)
         shutil.rmtree(temporary, ignore_errors=True)
         folder.rename(temporary)
@@ -292,7 +286,7 @@ def keep_last(run: Path, count: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk, where the system can."""
+    """Flush the names in a folder to disk, if the system supports it."""
     with suppress(OSError):
         fd = os.open(folder, os.O_RDONLY)
         try:

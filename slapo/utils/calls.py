@@ -1,4 +1,4 @@
-"""From what users hand over to the arguments of a call."""
+"""Conversion and checks of call arguments that users pass."""
 
 from __future__ import annotations
 
@@ -11,30 +11,18 @@ from torch.utils._pytree import tree_map_only
 
 from slapo.history import describe
 
-#: Elements of a tensor that is kept with its numbers.
+#: Maximum number of elements of a tensor that is kept with its values.
 _SMALL = 100_000
 
 
 def check_takes(
     function: Callable[..., Any], what: str, names: Sequence[str], **kwargs: Any
 ) -> None:
-    """Refuse a function of a user's that cannot be called as it will be.
+    """Refuse a user's function that does not accept the given arguments.
 
-    Parameters
-    ----------
-    function
-        The function; one that does not tell what it takes is let pass.
-    what
-        What it is called, for messages.
-    names
-        Names of the arguments that it gets by position.
-    **kwargs
-        Those that it gets by name.
-
-    Raises
-    ------
-    TypeError
-        Saying what it takes.
+    `what` names the function in messages; `names` are its positional arguments and `kwargs` its
+    keyword arguments. Callables without a signature are accepted. Raises TypeError with the
+    function's signature.
     """
     try:
         signature = inspect.signature(function)
@@ -61,7 +49,7 @@ def refuse_batch(module: Any, args: Sequence[Any]) -> None:
 
 
 def outline(inputs: Any) -> Any:
-    """Example inputs to keep: copies of small tensors on the CPU, of larger ones the shape."""
+    """Copy example inputs: small tensors to the CPU, larger ones to meta."""
 
     def kept(tensor: Tensor) -> Tensor:
         small = tensor.numel() <= _SMALL and not tensor.is_meta
@@ -72,7 +60,7 @@ def outline(inputs: Any) -> Any:
 
 
 def as_call(inputs: Any, name: str = "example_inputs") -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments."""
+    """Return inputs as positional and keyword arguments."""
     if isinstance(inputs, Tensor):
         return (inputs,), {}
     if isinstance(inputs, Mapping):

@@ -1,4 +1,4 @@
-"""Helpers that users import; see :mod:`slapo.hooks`."""
+"""Helpers for users; see :mod:`slapo.hooks`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["get_hooks", "is_lambda_function", "transfer_hooks"]
 
 
 def transfer_hooks(old_mod: nn.Module, new_mod: nn.Module) -> None:
-    """Move every hook of a module to another one, before the hooks that this has already.
+    """Move every hook of a module to another one, in front of its existing hooks.
 
     Examples
     --------
@@ -26,7 +26,7 @@ def transfer_hooks(old_mod: nn.Module, new_mod: nn.Module) -> None:
 
 
 def is_lambda_function(value: Any) -> bool:
-    """Return whether this is a function without a name of its own.
+    """Return whether a value is a lambda function.
 
     Examples
     --------

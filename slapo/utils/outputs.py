@@ -1,4 +1,4 @@
-"""Leaves of model outputs, as far as they can be opened."""
+"""Leaves of nested model outputs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from torch import Tensor
 
 
 def constants_in(value: Any) -> Iterator[tuple[str, Any]]:
-    """Numbers and texts of an output by a readable path."""
+    """Yield the Python scalars and strings in an output, each with a readable path."""
     leaves = _leaves(value, "output")
     return ((path, leaf) for path, leaf in leaves if isinstance(leaf, (bool, int, float, str)))
 
 
 def tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of an output by a readable path; objects such as caches are passed over."""
+    """Yield the tensors in an output with a readable path; skip opaque objects such as caches."""
     return ((path, leaf) for path, leaf in _leaves(value, "output") if isinstance(leaf, Tensor))
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """The leaves of nested containers."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _leaves(item, f"{path}.{key}")

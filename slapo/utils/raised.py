@@ -1,4 +1,4 @@
-"""Where in a model an exception was raised."""
+"""Location of an exception within a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slapo.wrapper import innermost
 
 
 def running_in(error: BaseException, model: nn.Module) -> str | None:
-    """The path of the innermost module of `model` that was running when `error` was raised."""
+    """Return the path of the innermost module of `model` running when `error` was raised."""
     paths = {}
     for path, module in model.named_modules():
         paths[id(module)] = paths[id(innermost(module))] = path
@@ -24,7 +24,7 @@ def running_in(error: BaseException, model: nn.Module) -> str | None:
 
 
 def note_module(model: nn.Module, args: Any, output: Any) -> None:
-    """Hook: an exception says which module was running."""
+    """Hook: add the running module to the notes of an exception."""
     if torch.compiler.is_compiling():
         return
     error = sys.exc_info()[1]

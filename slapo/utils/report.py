@@ -1,4 +1,4 @@
-"""Reports of what a run uses."""
+"""Reports of resource usage."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _MIB, _GIB = 2**20, 2**30
 
 
 class MemoryReport(float):
-    """MiB of tensors on the accelerator, 0.0 without one; and more, in bytes.
+    """MiB of tensors on the accelerator, 0.0 without one; attributes are in bytes.
 
-    Attributes are None where the platform does not say.
+    Attributes are None if the platform does not report them.
 
     Attributes
     ----------
     rss, peak_rss : int or None
-        Resident memory of the process, now and at its peak.
+        Resident memory of the process, current and peak.
     device : torch.device or None
-        The accelerator that the other numbers are about; None without one.
+        Accelerator of the values below; None without one.
     allocated, peak_allocated : int or None
-        Memory of tensors on the accelerator, now and at its peak.
+        Memory of tensors on the accelerator, current and peak.
     reserved : int or None
-        Memory that torch's allocator holds on the accelerator.
+        Memory reserved by torch's allocator on the accelerator.
     """
 
     rss: int | None
@@ -78,19 +78,20 @@ def report_memory(
     Parameters
     ----------
     msg : str
-        What the report is about; put in front of it.
+        Prefix of the logged text.
     report_gc : bool
-        Whether to log what Python's garbage collector knows of tensors, too: how many there are on
-        each device, and their bytes.
+        True also logs the tensors that Python's garbage collector tracks: count and bytes per
+        device.
     device : torch.device, str or int, optional
-        The accelerator, by default the current one. The CPU has only the process' own numbers.
+        Accelerator to report, by default the current one. For the CPU only process values are
+        reported.
     ranks : int or collection of int, optional
-        The global ranks that log, None for all. Every rank gets its report.
+        Global ranks that log, None for all. Every rank returns its report.
 
     Returns
     -------
     MemoryReport
-        A number: MiB of tensors on the accelerator, 0.0 without one.
+        MiB of tensors on the accelerator as a float, 0.0 without one.
 
     Examples
     --------
@@ -107,10 +108,10 @@ def report_memory(
 
 
 def _tensors_of_python() -> str:
-    """Tensors that the garbage collector tracks, by device."""
+    """Describe the tensors that the garbage collector tracks, by device."""
     found: dict[str, list[int]] = {}
     for value in gc.get_objects():
-        # isinstance would ask proxies, whose answer may run code; fakes have no memory.
+        # isinstance may run code of proxies; fake tensors have no memory.
         if type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta:
             found.setdefault(value.device.type, []).append(value.nbytes)
     each = (f"{len(n)} tensors of {_gib(sum(n))} on {kind}" for kind, n in sorted(found.items()))
@@ -118,21 +119,21 @@ def _tensors_of_python() -> str:
 
 
 def profile_perf(model: nn.Module, inputs: Any, backward: bool = False) -> str:
-    """Run a model under torch's profiler; log and return where the time goes.
+    """Run a model under torch's profiler; log and return a table of times.
 
     Parameters
     ----------
     model : nn.Module
-        Any module.
+        Module to run.
     inputs : tensor, tuple or mapping
-        What it is called with.
+        Inputs of the call.
     backward : bool
-        Whether to go back from the sum of the output's first tensor, too.
+        True also runs the backward pass of the sum of the output's first tensor.
 
     Returns
     -------
     str
-        The table of the ten operators that take longest.
+        Table of the ten slowest operators.
 
     Examples
     --------
@@ -169,7 +170,7 @@ def _measure(device: torch.device | None) -> MemoryReport:
 
 
 def _accelerator(device: torch.device | str | int | None) -> torch.device | None:
-    """Return the accelerator to report about, with its index."""
+    """Return the accelerator to report, with its index."""
     current = torch.accelerator.current_accelerator(check_available=True)
     chosen = current if device is None else torch.device(device)
     if chosen is None or chosen.type in ("cpu", "meta"):
@@ -185,14 +186,14 @@ def _accelerator(device: torch.device | str | int | None) -> torch.device | None
 
 
 def _rss() -> int | None:
-    """Return the resident memory of this process; only Linux tells without another package."""
+    """Return the resident memory of this process; only Linux reports it without another package."""
     return _of_linux("VmRSS")
 
 
 def _peak_rss() -> int | None:
     peak = _of_linux("VmHWM")
     if peak is not None:
-        return peak  # what getrusage tells there begins at the peak of the process that forked
+        return peak  # on Linux getrusage starts from the peak of the process that forked
     try:
         import resource
     except ImportError:  # Windows
@@ -202,7 +203,7 @@ def _peak_rss() -> int | None:
 
 
 def _of_linux(field: str) -> int | None:
-    """A size in bytes that the kernel tells of this process; None elsewhere."""
+    """Return a size in bytes that the Linux kernel reports for this process, else None."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

@@ -8,16 +8,16 @@ import time
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-#: Seconds within which further signals are the same request: a launcher sends to its ranks once
-#: more what a terminal has sent to all of them.
+#: Seconds within which further signals count as the same request: a launcher forwards signals that
+#: a terminal has already sent to its ranks.
 _SAME_REQUEST = 5.0
 
 
 class NotedSignals:
-    """Within the block Ctrl-C and SIGTERM are noted; a later one acts as it did before."""
+    """Context that records Ctrl-C and SIGTERM; a later signal acts as it did before."""
 
     def __init__(self) -> None:
-        self.number = 0  #: of the signal; 0 if there was none
+        self.number = 0  #: number of the signal; 0 if there was none
         self._at = 0.0
         self._before: dict[int, Any] = {}
 

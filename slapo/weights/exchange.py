@@ -1,4 +1,4 @@
-"""Any box of any original tensor, brought to the rank that asks for it."""
+"""Exchange of boxes of original tensors between ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from slapo.agreement import communication_device, gathered, has_peers
 from slapo.weights.holdings import Held
 from slapo.weights.pieces import Box, index_of, lengths, overlap
 
-# Sends that may be under way at a time: each keeps a copy of what it sends.
+# Maximum number of pending sends; each keeps a copy of its data.
 _AT_ONCE = 8
 
 
 class Exchange:
-    """Made and used by all ranks at once, in one order; nothing is gathered but lists of boxes."""
+    """Exchange that all ranks create and use in the same order; only box lists are gathered."""
 
     def __init__(self, held: Sequence[Held]) -> None:
         self._mine: dict[tuple[str, Box], Tensor] = {}
@@ -37,13 +37,13 @@ class Exchange:
         self._pending: list[tuple[dist.Work | None, Tensor]] = []
 
     def lacks(self, name: str, box: Box) -> bool:
-        """Return whether some of it is on no rank, or at two places at once."""
+        """Return whether a part of a box is on no rank, or in two overlapping boxes."""
         parts = (overlap(part, box) for part in self._holders.get(name, {}))
         have = sum(torch.Size(lengths(part)).numel() for part in parts if part is not None)
         return have != torch.Size(lengths(box)).numel()
 
     def fetch(self, name: str, box: Box, owner: int, dtype: torch.dtype) -> Tensor | None:
-        """The values in a box, on the CPU, on the rank `owner`; None on the others."""
+        """Return the values of a box on the CPU of rank `owner`; None on other ranks."""
         values = torch.empty(lengths(box), dtype=dtype) if self.rank == owner else None
         for part, ranks in self._holders[name].items():
             shared = overlap(part, box)
@@ -60,14 +60,14 @@ class Exchange:
         return values
 
     def finish(self) -> None:
-        """Wait until all is received."""
+        """Wait until everything is received."""
         while self._pending:
             self._wait()
 
     def _sent(
         self, values: Tensor | None, shape: list[int], dtype: torch.dtype, sender: int, owner: int
     ) -> Tensor | None:
-        # As bytes: gloo sends no bfloat16.
+        # As bytes, since gloo does not send bfloat16.
         if values is not None:
             carried = values.to(self._device).contiguous().view(-1).view(torch.uint8)
             self._pending.append((dist.isend(carried, owner), carried))

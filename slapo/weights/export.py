@@ -1,4 +1,4 @@
-"""Write a model as a folder of Hugging Face, from any layout, without gathering it."""
+"""Export of a model from any layout to a Hugging Face folder, without gathering it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def size_in_bytes(text: str | int) -> int:
-    """Of ``"5GB"``: five times a thousand million, as Transformers counts.
+    """Convert a size such as ``"5GB"`` (decimal, as in Transformers) to bytes.
 
     Examples
     --------
@@ -55,7 +55,7 @@ def export(
     max_shard_size: int,
     dtype: torch.dtype | None,
 ) -> None:
-    """Write the folder: each rank some files, of which it asks the others for what it lacks."""
+    """Write the folder: each rank writes some files, and fetches missing parts from the others."""
     all_ranks_or_none(_WHAT, lambda: check_origins(_WHAT, held))
     exchange = Exchange(held)
     kept = {n: t for n, t in exchange.dtypes.items() if dtype is None or not t.is_floating_point}
@@ -113,7 +113,7 @@ def _check_trained(held: Sequence[Held], disk: Mapping[str, Pieced]) -> None:
 
 
 def _shared_out(disk: Mapping[str, Pieced], limit: int) -> dict[str, list[str]]:
-    """File -> names of its tensors, none larger than `limit` unless one tensor is."""
+    """Assign tensors to files of at most `limit` bytes, unless a single tensor is larger."""
     parts: list[list[str]] = [[]]
     size = 0
     for name, tensor in disk.items():
@@ -159,10 +159,10 @@ def _write(
     owners: Mapping[str, int],
     opened: Mapping[str, TensorFile],
 ) -> Exception | None:
-    """Write the values; goes on after an error, as other ranks wait for what they are sent."""
+    """Write the values; continue after an error, as other ranks wait for their data."""
     error: Exception | None = None
     bar = progress_bar(_WHAT, sum(t.numel() * t.dtype.itemsize for t in disk.values()))
-    # A tensor of each file in turn, so that all owners have work.
+    # One tensor of each file in turn, so that all owners have work.
     for row in zip_longest(*([(name, key) for key in keys] for name, keys in files.items())):
         for name, key in filter(None, row):
             tensor, owner = disk[key], owners[name]
@@ -200,7 +200,7 @@ def _finish(
     temporary: Path,
     folder: Path,
 ) -> None:
-    """Configs, the index last, and the name that says that all is there."""
+    """Write configs and the index, then rename the folder, which marks it as complete."""
     if ADAPTERS in files:
         _write_config_of_adapters(original, temporary)
     elif original.is_of_transformers:

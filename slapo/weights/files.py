@@ -1,7 +1,7 @@
 """Safetensors files by boxes: only the bytes of a box are read or written.
 
-The format: eight bytes that say how long the header is, the header in JSON (name -> dtype, shape,
-offsets of the values behind it), the values.
+Format: eight bytes with the length of the header, the header in JSON (name -> dtype, shape, offsets
+of the values), and the values.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _DTYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
-# Bytes of a run up to which a call of the system takes longer than to read what is between runs, if
-# that is at most so many times as much; and how many are read at once.
+# For runs of at most _SHORT bytes a system call takes longer than reading the bytes between runs,
+# if rows are at most _CLOSE times as long. _BLOCK bytes are read at once.
 _SHORT, _CLOSE, _BLOCK = 2**15, 16, 2**22
 
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -51,7 +51,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Errors of calls on an open file say which it is."""
+    """Add the path to errors of calls on an open file."""
     try:
         yield
     except OSError as error:
@@ -59,15 +59,15 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def temporary_of(folder: Path) -> Path:
-    """Where a folder is written, until all is in it."""
+    """Return the folder to write to until it is complete."""
     return folder.with_name(f"{folder.name}.tmp")
 
 
 def progress_bar(what: str, total: int | None = None, unit: str = "B") -> Any:
-    """A bar on the first rank, of bytes by default, for what takes longer than a second."""
+    """Return a progress bar on the first rank, shown after one second."""
     hub: Any = importlib.import_module("torch.hub")
     is_first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-    # The hub's own stand-in, where tqdm is not installed, has no delay and prints each update.
+    # The hub's stand-in for a missing tqdm has no delay and prints each update.
     disable = not is_first or hub.tqdm.__module__ == hub.__name__
     return hub.tqdm(
         total=total, desc=what, unit=unit, unit_scale=unit == "B", delay=1.0, disable=disable
@@ -75,18 +75,12 @@ def progress_bar(what: str, total: int | None = None, unit: str = "B") -> Any:
 
 
 class TensorFile:
-    """A safetensors file that is open; use it in a ``with``.
-
-    Raises
-    ------
-    SlapoError
-        If it is cut off or damaged.
-    """
+    """An open safetensors file, also a context manager; raises SlapoError if cut off or damaged."""
 
     def __init__(self, path: Path, fd: int | None = None) -> None:
         self.path, self.bytes_read = path, 0
         self._fd = os.open(path, os.O_RDONLY) if fd is None else fd
-        # With the object, for those who keep it as long as they read.
+        # Closed with the object, for callers that keep it while they read.
         self._close = weakref.finalize(self, os.close, self._fd)
         try:
             self._entries, self._start = self._read_header()
@@ -104,10 +98,10 @@ class TensorFile:
     def create(
         cls, path: Path, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]]
     ) -> TensorFile:
-        """A file with room for `tensors`, whose values are written later in any order."""
+        """Create a file with room for `tensors`, whose values are written later in any order."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
-        # The order of safetensors' own writer: values stay aligned.
+        # The order of safetensors' own writer keeps values aligned.
         order = sorted(tensors.items(), key=lambda item: (-item[1][1].itemsize, item[0]))
         for name, (shape, dtype) in order:
             end = at + math.prod(shape) * dtype.itemsize
@@ -122,7 +116,7 @@ class TensorFile:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             with _naming(path):
-                # A full disk shows now, before any work.
+                # A full disk raises here, before any work.
                 os.posix_fallocate(fd, 0, 8 + len(text) + at)
                 os.pwrite(fd, len(text).to_bytes(8, "little") + text, 0)
         except BaseException:
@@ -131,15 +125,15 @@ class TensorFile:
         return cls(path, fd)
 
     def names(self) -> list[str]:
-        """Names of the tensors."""
+        """Return the names of the tensors."""
         return list(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """Return the shape of a tensor."""
         return tuple(self._entries[name]["shape"])
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor's elements."""
+        """Return the dtype of a tensor."""
         found = _DTYPES.get(self._entries[name]["dtype"])
         if found is None:
             raise SlapoError(
@@ -149,7 +143,7 @@ class TensorFile:
         return found
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The values in a box."""
+        """Return the values in a box."""
         values = torch.empty(lengths(box), dtype=self.dtype(name))
         if not self._read_rows(name, box, values):
             self._move(name, box, values, os.preadv)
@@ -157,11 +151,11 @@ class TensorFile:
         return values
 
     def write(self, name: str, box: Box, values: Tensor) -> None:
-        """Put values in a box."""
+        """Write values to a box."""
         self._move(name, box, values.to(self.dtype(name)).contiguous(), os.pwritev)
 
     def sync(self) -> None:
-        """Have it all on the disk."""
+        """Flush the file to disk."""
         with _naming(self.path):
             os.fsync(self._fd)
 
@@ -188,10 +182,10 @@ class TensorFile:
         return header, 8 + length
 
     def _read_rows(self, name: str, box: Box, values: Tensor) -> bool:
-        """Read some columns of a matrix; whether it is one whose short runs are close together.
+        """Read some columns of a matrix with short runs close together; return False for others.
 
-        Such are read with what is between them, a block of rows at a time, in place of a call of
-        the system for each.
+        Blocks of rows are read including the bytes between runs, instead of one system call per
+        run.
         """
         shape, item = self.shape(name), values.element_size()
         if len(shape) != 2 or not values.numel():
@@ -212,11 +206,11 @@ class TensorFile:
         return True
 
     def _move(self, name: str, box: Box, values: Tensor, move: Callable[..., int]) -> None:
-        """Transfer the runs of bytes that a box consists of."""
+        """Transfer the contiguous byte runs of a box."""
         if not values.numel():
             return
         shape, item = self.shape(name), values.element_size()
-        # Axes from here on are whole: a run goes through all of them.
+        # Axes from here on are full, so one run covers all of them.
         axis = len(shape)
         while axis and box[axis - 1] == (0, shape[axis - 1]):
             axis -= 1

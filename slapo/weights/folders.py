@@ -1,4 +1,4 @@
-"""Folders of Hugging Face: their tensors by name, and how these make up those of a model."""
+"""Hugging Face folders: their tensors by name, and the conversion to a model's tensors."""
 
 from __future__ import annotations
 
@@ -28,18 +28,12 @@ MANIFEST = "checkpoint.json"
 
 
 class Folder:
-    """The tensors in a folder, or of one file; use it in a ``with``.
-
-    Raises
-    ------
-    SlapoError
-        If there is none, or the folder contradicts itself.
-    """
+    """Tensors of a folder or file, as a context manager; raises SlapoError if inconsistent."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._open = ExitStack()
-        #: old files, which are read whole
+        #: files of torch.save, which are loaded in full
         self._loaded: dict[str, Tensor] = {}
         self._file_of: dict[str, TensorFile] = {}
         try:
@@ -56,24 +50,24 @@ class Folder:
 
     @property
     def bytes_read(self) -> int:
-        """Of tensors, so far."""
+        """Bytes of tensors read so far."""
         files = {id(file): file for file in self._file_of.values()}
         return sum(file.bytes_read for file in files.values())
 
     def leaves(self) -> dict[str, Pieced]:
-        """Each tensor, as itself."""
+        """Return each tensor as a leaf."""
         stored = {n: (file.shape(n), file.dtype(n)) for n, file in self._file_of.items()}
         stored |= {name: (t.shape, t.dtype) for name, t in self._loaded.items()}
         return {n: Pieced.leaf(n, shape, dtype) for n, (shape, dtype) in stored.items()}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The values in a box."""
+        """Return the values in a box."""
         if name in self._loaded:
             return self._loaded[name][index_of(box)]
         return self._file_of[name].read(name, box)
 
     def config(self) -> dict[str, Any]:
-        """What ``config.json`` says; nothing where there is none."""
+        """Return the content of ``config.json``, or ``{}``."""
         path = self.path / "config.json"
         if self.path.is_file() or not path.is_file():
             return {}
@@ -100,7 +94,7 @@ class Folder:
             self._add(self._others())
 
     def _others(self) -> list[Path]:
-        """Files without an index: safetensors by any name, else those of ``torch.save``."""
+        """Return files without an index: safetensors of any name, else those of ``torch.save``."""
         for pattern in ("*.safetensors", "pytorch_model*.bin"):
             found = sorted(self.path.glob(pattern))
             if found:
@@ -139,7 +133,7 @@ class Folder:
 
 
 def _loaded(path: Path) -> dict[str, Tensor]:
-    """What ``torch.save`` has written; code in it is not run."""
+    """Load a file of ``torch.save``, without running code in it."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
@@ -160,7 +154,7 @@ def _json(path: Path) -> Any:
 
 
 def class_of(folder: Folder) -> Any:
-    """The class that it was saved from; None if that is not known."""
+    """Return the class that the folder was saved from, or None if unknown."""
     names = folder.config().get("architectures")
     if not names:
         return None
@@ -170,14 +164,10 @@ def class_of(folder: Folder) -> Any:
 
 
 class Found:
-    """What a folder has for a model.
+    """The tensors in a folder for a model.
 
-    Attributes
-    ----------
-    originals
-        Name in the model -> what the tensor is made of in the folder.
-    missing, unexpected
-        Names in the model that the folder lacks, and the reverse.
+    `originals` maps names in the model to their pieces in the folder. `missing` has names of the
+    model that the folder lacks, and `unexpected` the reverse.
     """
 
     def __init__(self, folder: Folder, original: Original) -> None:
@@ -199,7 +189,7 @@ class Found:
         self._check_shapes(original, info.get("mismatched_keys", ()))
 
     def take_generation_config(self) -> Any:
-        """How the folder's model generates text, which is part of the model; None without."""
+        """Return the folder's generation config, which becomes the model's, or None."""
         path = self.folder.path / "generation_config.json"
         if not self._original.is_of_transformers or not path.is_file():
             return None
@@ -210,11 +200,11 @@ class Found:
         return found
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The values in a box of the model's tensor."""
+        """Return the values in a box of the model's tensor."""
         return self.originals[name].part(box).read(self.folder.read)
 
     def missing_in_its_class(self) -> list[str]:
-        """What the folder lacks of the class that it was saved from."""
+        """Return the tensors that the folder lacks for the class that it was saved from."""
         cls = class_of(self.folder)
         if cls is None or cls is self._original.cls:
             return self.missing if cls is not None else []
@@ -240,7 +230,7 @@ class Found:
             )
 
     def _check_ties(self, original: Original) -> None:
-        """One tensor of the model may be there twice, with the same values."""
+        """Refuse two different values for one tensor of the model."""
         for name, first in original.ties.items():
             one, two = (self.originals.get(each) for each in (name, first))
             if one is None or two is None or one.pieces == two.pieces:
@@ -274,7 +264,7 @@ class Found:
 def _converted(
     original: Original, leaves: Mapping[str, Pieced]
 ) -> tuple[dict[str, Pieced], dict[str, Any]]:
-    """Names in the model, by Transformers' own conversion."""
+    """Map names in the model to pieces of leaves, by Transformers' own conversion."""
     made: Any = original.cls
     with _quiet():
         model, info = made.from_pretrained(
@@ -293,7 +283,7 @@ def _converted(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Transformers tells what is missing; here it is in the result."""
+    """Silence Transformers' report of missing keys, which the result contains."""
     from transformers.utils import logging  # optional package
 
     level, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -308,7 +298,7 @@ def _quiet() -> Iterator[None]:
 
 
 def skeleton_of(original: Original) -> nn.Module:
-    """The original model without memory."""
+    """Build the original model on meta."""
     made: Any = original.cls
     try:
         with torch.device("meta"):
@@ -322,7 +312,7 @@ def skeleton_of(original: Original) -> nn.Module:
 
 
 def on_disk(original: Original, dtypes: Mapping[str, torch.dtype]) -> dict[str, Pieced]:
-    """Name in the folder -> what the tensor is made of in the model."""
+    """Return name in the folder -> pieces of the model's tensors."""
     leaves = {
         name: Pieced.leaf(name, shape, dtypes.get(name, dtype))
         for name, (shape, dtype) in original.tensors.items()
@@ -352,12 +342,12 @@ def on_disk(original: Original, dtypes: Mapping[str, torch.dtype]) -> dict[str, 
 
 
 def has_adapters(original: Original, held: Collection[str]) -> bool:
-    """Return whether the ranks hold adapters of PEFT, which `merge_and_unload` would take away."""
+    """Return whether the ranks hold PEFT adapters, which `merge_and_unload` would remove."""
     return bool(original.adapters) and any(".lora_" in name for name in held)
 
 
 def _adapters_on_disk(original: Original, leaves: dict[str, Pieced]) -> dict[str, Pieced]:
-    """Adapters alone, by the names that PEFT has for them in a file."""
+    """Return only the adapters, by PEFT's names in a file."""
     adapters = original.adapters or {}
     ((name, config), *others) = adapters.items()
     if others or getattr(config, "modules_to_save", None):
@@ -366,9 +356,9 @@ def _adapters_on_disk(original: Original, leaves: dict[str, Pieced]) -> dict[str
             f"{getattr(config, 'modules_to_save', None)}, and one of LoRA alone can be written; "
             "engine.save keeps everything"
         )
-    prefix = "base_model.model."  # the schedule may be of the model within
+    prefix = "base_model.model."  # the schedule may be for the base model inside
     own = {key.removeprefix(prefix): leaf for key, leaf in leaves.items() if ".lora_" in key}
-    # Without the name that the adapters have here; a magnitude (DoRA) was not a module once.
+    # PEFT's files omit the adapter's name; a magnitude (DoRA) used to be a plain parameter.
     short = (re.sub(rf"(\.lora_\w+)\.{re.escape(name)}", r"\1", key) for key in own)
     short = (re.sub(r"(magnitude_vector)\.weight$", r"\1", key) for key in short)
     return {f"{prefix}{key}": leaf for key, leaf in zip(short, own.values(), strict=True)}

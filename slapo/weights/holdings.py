@@ -1,4 +1,4 @@
-"""What a rank holds of the tensors of the original model."""
+"""Parts of the original model's tensors that a rank holds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Held:
-    """A tensor that this rank holds, and what the whole of it is made of."""
+    """A tensor of this rank, and the origin of its full form."""
 
     name: str
     tensor: Tensor
@@ -30,13 +30,13 @@ class Held:
 
     @property
     def here(self) -> Pieced:
-        """The origin of this rank's slice."""
+        """Origin of this rank's slice."""
         whole: Any = self.origin
         found: Any = whole if self.spec is None else self.spec.slice(whole)
         return found
 
     def parts(self) -> Iterator[tuple[Tensor, Pieced]]:
-        """The values in this process, and their origins."""
+        """Yield the values in this process, with their origins."""
         tensor, here = self.tensor.detach(), self.here
         if tensor.shape != here.shape:
             raise SlapoError(
@@ -50,7 +50,7 @@ class Held:
         yield share.to_local(), here.part(box_of_share(share))
 
     def pieces(self) -> Iterator[tuple[Piece, Tensor]]:
-        """Pieces of originals that are here, and views of their values as they are there."""
+        """Yield the pieces of originals held here, with views in the original layout."""
         for local, here in self.parts():
             for piece in here.pieces:
                 if isinstance(piece.leaf, str):
@@ -59,7 +59,7 @@ class Held:
 
 @dataclass
 class HeldRange(Held):
-    """Elements of a tensor, from `start` on, that are in a flat one from `at` on."""
+    """`count` elements of a tensor from `start` on, stored in a flat one from `at` on."""
 
     start: int = 0
     at: int = 0
@@ -67,7 +67,7 @@ class HeldRange(Held):
 
     @classmethod
     def of(cls, held: Held, tensor: Tensor, start: int, at: int, count: int) -> Self:
-        """A range of what is held, which is in `tensor`."""
+        """Make a range of a held tensor, stored in `tensor`."""
         return cls(held.name, tensor, held.origin, held.spec, start, at, count)
 
     def parts(self) -> Iterator[tuple[Tensor, Pieced]]:
@@ -79,8 +79,8 @@ class HeldRange(Held):
 
 
 def box_of_share(share: Any) -> Box:
-    """What this process has of a DTensor."""
-    # Asking for it would import torch.distributed.tensor, which takes a second.
+    """Return the box of a DTensor that this process holds."""
+    # An import at the top would load torch.distributed.tensor, which takes a second.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     sizes, starts = compute_local_shape_and_global_offset(
@@ -90,7 +90,7 @@ def box_of_share(share: Any) -> Box:
 
 
 def holdings(module: nn.Module) -> list[Held]:
-    """Each tensor of a module once."""
+    """Return each tensor of a module once."""
     found: dict[int, Held] = {}
     for name, owner, leaf in places(module):
         tensor, spec = tensor_at(owner, leaf), shards_of(owner).get(leaf)
@@ -100,7 +100,7 @@ def holdings(module: nn.Module) -> list[Held]:
 
 
 def check_origins(what: str, held: Iterable[Held]) -> None:
-    """Refuse tensors that have no place among those of the original model."""
+    """Refuse tensors that do not come from the original model."""
     held = list(held)
     lost = [item.name for item in held if item.origin is None]
     if lost:

@@ -1,4 +1,4 @@
-"""Fill the tensors of a model from a folder: each rank reads what it holds."""
+"""Loading of a model from a folder: each rank reads the parts that it holds."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from slapo.weights.slots import Slot
 
 
 class Loader:
-    """Reads values for tensors on meta, and for those that have some."""
+    """Reads values for tensors on meta and for materialized ones."""
 
     def __init__(self, found: Found) -> None:
         self.found = found
-        #: ids of tensors that were made from what was read for them
+        #: ids of tensors that were created from the values read for them
         self.made: set[int] = set()
-        #: true if the folder is more precise than what was filled from it
+        #: True if the folder is more precise than a tensor filled from it
         self.has_rounded = False
-        #: false where this rank's tensors take the values of another one that reads
+        #: False if another rank reads and sends the values
         self.reads = True
         self._bar: Any = None
 
@@ -34,7 +34,7 @@ class Loader:
         return self._has(origin_at(slot.owner, slot.leaf))
 
     def value_of(self, slot: Slot, device: torch.device) -> Tensor:
-        """This rank's part of a tensor that the folder has."""
+        """Return this rank's part of a tensor in the folder."""
         origin = origin_at(slot.owner, slot.leaf)
         ((_, here),) = Held(slot.name, slot.tensor, origin, slot.spec).parts()
         dtype = slot.tensor.dtype
@@ -45,7 +45,7 @@ class Loader:
 
     @torch.no_grad()
     def fill(self, held: Iterable[Held]) -> None:
-        """Read, in place, what was not made from it in this build."""
+        """Read, in place, the tensors that this build did not create from the folder."""
         for item in held:
             if id(item.tensor) not in self.made and self._has(item.origin):
                 for values, here in item.parts():

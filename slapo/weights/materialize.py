@@ -1,4 +1,4 @@
-"""Create the values of parameters and buffers that are on ``meta``, each rank only its share."""
+"""Materialization of parameters and buffers on ``meta``; each rank creates only its part."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slapo.weights.pieces import index_of
 from slapo.weights.slots import Slot, exchanged, own_slots
 from slapo.wrapper import innermost
 
-#: Leaves a range of new tensors here; those of the ids that it is given have no values yet.
+#: Keeps a range of the new tensors on this rank; tensors with the given ids have no values yet.
 Divide = Callable[[list[Tensor], Collection[int]], None]
 
 #: Fills the tensors of one module in place.
@@ -41,23 +41,21 @@ def materialize(
     seed: int | None = None,
     share: Divide | None = None,
 ) -> None:
-    """Create what is on ``meta``, one module at a time; what has values keeps them.
+    """Create tensors on ``meta`` one module at a time; tensors with values keep them.
 
-    This rank's part of what `loader` has is read. Of what FSDP2 has sharded already each rank keeps
-    its shard; then `among` has the ranks that hold shards. With `seed`, what a module draws does
-    not depend on what was made before it: of a model in stages each rank makes a part. `share` is
-    given the new tensors of each module, and leaves a range of them here; of those whose ids it is
-    given, too, the loader fills that range afterwards.
-
-    A tensor is created with its full shape, initialized, made equal on all ranks of the group and
-    then sliced. Beside this rank's share, one module is in memory at a time.
+    A tensor is created with its full shape, initialized, broadcast over the group and then sliced.
+    Only one module is in memory in addition to this rank's part. Values in `loader` are read
+    instead. Tensors sharded by FSDP2 keep only the local shard; `among` are then the ranks with
+    shards. `seed` makes each module's random values independent of other modules, as ranks of a
+    pipeline create different parts. `share` is called with each module's new tensors and keeps a
+    range of them; the loader fills that range later for tensors with the given ids.
     """
     if (init_weights is False and loader is None) or not has_meta_tensors(model):
         return
     initialize = [] if init_weights is False else _resolve(model, init_weights)
     device = device or _default_device(group)
     if loader is not None:
-        loader.made.clear()  # of a build that has failed
+        loader.made.clear()  # left over from a failed build
     worker = _Materializer(
         model, initialize, group, device, only, loader, among or group, seed, share
     )
@@ -67,7 +65,7 @@ def materialize(
 
 
 def has_meta_tensors(model: nn.Module) -> bool:
-    """True when a parameter or buffer of `model` has no value yet."""
+    """Return whether a parameter or buffer of `model` has no value yet."""
     return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
 
 
@@ -81,7 +79,7 @@ def _default_device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def _resolve(model: nn.Module, init_weights: bool | Callable[..., Any]) -> list[InitFn]:
-    """Ways to initialize a module, the preferred one first."""
+    """Return the ways to initialize a module, the preferred one first."""
     if callable(init_weights):
         return [_with_path(init_weights)]
     if init_weights is not True:
@@ -97,7 +95,7 @@ def _resolve(model: nn.Module, init_weights: bool | Callable[..., Any]) -> list[
 
 
 def _by_owner(owners: dict[str, Any], module: nn.Module, path: str) -> None:
-    """The initialization of the nearest model that the module is part of."""
+    """Initialize a module by the nearest enclosing model."""
     while path not in owners:
         if not path:
             return
@@ -122,7 +120,7 @@ def _reset(module: nn.Module, path: str) -> None:
 
 
 def _post_order(model: nn.Module, path: str = "", seen: set[int] | None = None) -> Iterator[Any]:
-    """Children before parents, as ``Module.apply`` goes; shared modules once."""
+    """Yield children before parents, in the order of ``Module.apply``; shared modules once."""
     seen = set() if seen is None else seen
     if id(model) in seen:
         return
@@ -135,7 +133,7 @@ def _post_order(model: nn.Module, path: str = "", seen: set[int] | None = None) 
 
 @dataclass
 class _Materializer:
-    """Walks the modules and replaces tensors on ``meta``; tied ones at all places at once."""
+    """Replaces tensors on ``meta`` module by module, tied ones in all places at once."""
 
     model: nn.Module
     initialize: list[InitFn]
@@ -149,15 +147,15 @@ class _Materializer:
     place: int = 0
     new: dict[int, Tensor] = field(default_factory=dict)
     keep: list[Tensor] = field(default_factory=list)  # ids stay valid while the tensors live
-    #: ids of new tensors: those that were drawn, and those that the folder has
+    #: ids of new tensors: initialized ones, and ones in the folder
     created: set[int] = field(default_factory=set)
     loaded: set[int] = field(default_factory=set)
     fresh: list[Tensor] = field(default_factory=list)
-    #: id of a tensor that was sharded -> the whole of it, on meta
+    #: id of a sharded tensor -> its full form, on meta
     wholes: dict[int, Tensor] = field(default_factory=dict)
 
     def visit(self, path: str, module: nn.Module) -> None:
-        """Initialize what `module` owns, then what it alone initializes in its descendants."""
+        """Initialize the module's own tensors, then those that it initializes in descendants."""
         self.place += 1
         if self.seed is None:
             self._visit(path, module)
@@ -203,7 +201,7 @@ class _Materializer:
                 _keep(slot, self.new[id(slot.tensor)])
 
     def _written_below(self, path: str, module: nn.Module) -> set[Slot]:
-        """Descendants' tensors that the module's own initialization sets (scaled residuals...)."""
+        """Return the descendants' tensors that the module itself initializes (scaled residuals)."""
         below = [
             slot
             for m in map(innermost, module.modules())
@@ -220,7 +218,7 @@ class _Materializer:
         return {storages[s] for s in written.storages if s in storages}
 
     def _read_below(self, module: nn.Module) -> list[Slot]:
-        """Descendants' tensors that were read, which no initialization may write to."""
+        """Return the loaded tensors of descendants, which no initialization may write."""
         inner = (m for m in map(innermost, module.modules()) if m is not module)
         return [slot for m in inner for slot in own_slots(m) if id(slot.tensor) in self.loaded]
 
@@ -245,13 +243,13 @@ class _Materializer:
                 f"{path!r} ({type(module).__name__}) cannot initialize "
                 f"{sorted(slot.leaf for slot in left)}: {why}"
             )
-        # Ranks exchange values one by one, so all of them must take the tensors in one order.
+        # Ranks exchange values one by one, so all must use the same order of tensors.
         order = {id(innermost(m)): number for number, m in enumerate(module.modules())}
         for slot in sorted(values, key=lambda slot: (order[id(slot.owner)], slot.leaf)):
             self._install(slot, values[slot])
 
     def _full(self, slot: Slot) -> Tensor:
-        """A meta tensor of the shape before sharding."""
+        """Return a meta tensor of the shape before sharding."""
         here = self.wholes.get(id(slot.tensor), slot.tensor)
         shape = slot.full_shape if here is slot.tensor or slot.spec is not None else here.shape
         return _like(here, torch.empty(shape, dtype=here.dtype, device="meta"))
@@ -276,7 +274,7 @@ class _Materializer:
         self.created.add(id(self._put(slot, local)))
 
     def _put(self, slot: Slot, local: Tensor) -> Tensor:
-        """Put this rank's part instead of one on meta."""
+        """Replace a meta tensor by this rank's part."""
         replaced = slot.tensor
         old = self.wholes.get(id(replaced), replaced)
         local = new = _like_share(old, local) if is_sharded(old) else local
@@ -292,7 +290,7 @@ class _Materializer:
         return new
 
     def finish(self) -> None:
-        """Every tensor has values now, unless nothing is to initialize them."""
+        """Check that every tensor has values, unless nothing initializes them."""
         for _, module in _post_order(self.model):
             self._adopt_tied(module)
         left = [
@@ -308,7 +306,7 @@ class _Materializer:
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
-    """One without values that carries what it carries."""
+    """Return a meta copy with the same tags."""
     blank = tensor.detach().to("meta")
     if isinstance(tensor, nn.Parameter):
         return new_parameter(blank, tensor)
@@ -317,8 +315,8 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def _like_share(old: Any, local: Tensor) -> Tensor:
-    """A DTensor of this rank's values."""
-    from torch.distributed.tensor import DTensor  # takes a second
+    """Return a DTensor of this rank's values."""
+    from torch.distributed.tensor import DTensor  # takes a second to import
 
     return DTensor.from_local(
         local,
@@ -332,7 +330,7 @@ def _like_share(old: Any, local: Tensor) -> Tensor:
 
 # --- tensors of a module ---------------------------------------------------------------------
 def _keep(slot: Slot, tensor: Tensor) -> None:
-    """Put a tensor in for good: it is what carries the marks of sharding from now on."""
+    """Store a tensor permanently; it carries the sharding marks from now on."""
     slot.put(tensor)
     state = sharding_of(slot.owner)
     if state is not None:
@@ -340,13 +338,13 @@ def _keep(slot: Slot, tensor: Tensor) -> None:
 
 
 def _like(old: Tensor, new: Tensor) -> Tensor:
-    """A parameter of the same class and flags."""
+    """Return `new`, as a parameter with the same flags if `old` is one."""
     is_parameter = isinstance(old, nn.Parameter)
     return nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
 
 
 def _blank_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of values that no initialization leaves: NaN, or the smallest integer."""
+    """Return a tensor of values that no initialization leaves: NaN, or the smallest integer."""
     blank = torch.empty_like(tensor, device=device)
     if blank.is_floating_point() or blank.is_complex():
         return blank.fill_(float("nan"))
@@ -361,7 +359,7 @@ def _is_blank(tensor: Tensor, written: set[int]) -> bool:
     if tensor.is_meta:
         return True
     if tensor.dtype in (torch.bool, torch.uint8):
-        # Every value of these is a plausible one, so only the write itself tells.
+        # Every value of these dtypes is plausible, so only recorded writes count.
         return _storage(tensor) not in written
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(torch.isnan(tensor).any())
@@ -370,7 +368,7 @@ def _is_blank(tensor: Tensor, written: set[int]) -> bool:
 
 @contextmanager
 def _full_sizes(modules: list[nn.Module]) -> Iterator[None]:
-    """Modules as they were before sharding: ``out_features`` and so on."""
+    """Restore the module sizes from before sharding within the block, such as ``out_features``."""
     present = []
     for module in modules:
         state = sharding_of(module)
@@ -385,7 +383,7 @@ def _full_sizes(modules: list[nn.Module]) -> Iterator[None]:
 
 
 class _WriteProbe(TorchDispatchMode):
-    """Notes which storages are written to."""
+    """Dispatch mode that records the written storages."""
 
     def __init__(self) -> None:
         super().__init__()

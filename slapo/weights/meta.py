@@ -20,20 +20,20 @@ from slapo.weights.provenance import FOLDER
 
 @contextmanager
 def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> Iterator[None]:
-    """Create modules whose parameters have a shape and no memory.
+    """Create modules whose parameters have a shape but no memory.
 
-    :func:`slapo.build` creates them later, each rank only its share. Parameters that a model ties
-    while it is constructed stay tied. ``from_pretrained(folder)`` of Transformers remembers the
-    folder, which :func:`slapo.build` reads, each rank what it holds; with options by which values
-    would be others, as a quantization, it loads at once. So does ``load_state_dict(assign=True)``.
+    :func:`slapo.build` materializes them later; each rank creates only its part. Parameters that a
+    model ties in its constructor stay tied. Transformers' ``from_pretrained(folder)`` records the
+    folder, and :func:`slapo.build` reads from it the parts of each rank. With options that change
+    values, such as quantization, it loads at once. So does ``load_state_dict(assign=True)``.
 
     Parameters
     ----------
     enable
-        False does nothing.
+        False has no effect.
     include_buffers
-        Put buffers on ``meta`` as well. Else they are computed as usual, which keeps tables such
-        as rotary frequencies right.
+        True puts buffers on ``meta`` too. By default they are computed as usual, which keeps tables
+        such as rotary frequencies correct.
 
     Examples
     --------
@@ -76,10 +76,10 @@ def _empty_parameter(register: Any) -> Any:
     return register_parameter
 
 
-#: Of ``from_pretrained``: arguments by which a model on meta is the same.
+#: Arguments of ``from_pretrained`` that are also supported on meta.
 _OPTIONS = ("dtype", "torch_dtype", "attn_implementation")
 
-#: Of it too: where to look for what is here already.
+#: Arguments of ``from_pretrained`` about where to find files, which are already local.
 _PLACES = (
     *("revision", "code_revision", "trust_remote_code", "adapter_kwargs", "local_files_only"),
     *("token", "cache_dir", "force_download", "use_safetensors", "low_cpu_mem_usage"),
@@ -106,7 +106,7 @@ def _remembering_folders() -> Iterator[None]:
 
 
 def _from_folder(cls: Any, folder: Path, given: dict[str, Any]) -> Any:
-    """The model of a folder without memory; None where Transformers is to load it."""
+    """Return the model of a folder on meta, or None if Transformers must load it."""
     options, config = dict(given), given.get("config")
     options.pop("config", None)
     if not (folder / "config.json").is_file() or isinstance(config, (str, Path)):
@@ -128,7 +128,7 @@ def _from_folder(cls: Any, folder: Path, given: dict[str, Any]) -> Any:
     return model.eval()
 
 
-#: Calls of ``load_state_dict`` that are under way.
+#: Active calls of ``load_state_dict``.
 _loads: list[nn.Module] = []
 
 
@@ -144,7 +144,7 @@ def _loading(load: Any) -> Any:
 
 
 def _is_loaded(param: nn.Parameter) -> bool:
-    """True for values of a checkpoint; Transformers marks them."""
+    """Return True for values of a checkpoint, which Transformers marks."""
     return bool(_loads) or getattr(param, "_is_hf_initialized", False)
 
 
@@ -159,9 +159,9 @@ def _empty_buffer(register: Any) -> Any:
 
 
 def refuse_calls(model: nn.Module) -> None:
-    """Let calls of a model without values say what to do, until :func:`allow_calls`.
+    """Make calls of a model on meta raise an error with the fix, until :func:`allow_calls`.
 
-    Some would fail deep inside of torch, others give a result without values.
+    Some would otherwise fail deep inside torch, and others return a result without values.
     """
     if any(param.is_meta for param in model.parameters()):
         allow_calls(model)
@@ -174,7 +174,7 @@ def allow_calls(model: nn.Module) -> None:
 
 
 def _refuse_values(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # Tracers, and users who ask for shapes, call with fake tensors or with some on meta.
+    # Tracers and shape inference call with fake tensors or with meta tensors.
     plain = [t for t in pytree.tree_leaves((args, kwargs)) if type(t) is torch.Tensor]
     if all(tensor.is_meta for tensor in plain):
         return

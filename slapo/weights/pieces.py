@@ -1,7 +1,7 @@
-"""Tensors without values that know of which boxes of which named tensors they are made.
+"""Symbolic tensors that record which boxes of named tensors they consist of.
 
-Run any code that moves weights on them, and read off what lies where. What cannot be followed (a
-reshape that interleaves, arithmetic) is computed from whole tensors when its values are asked for.
+Run code that moves weights on them, and read the layout off the result. Operations that cannot be
+followed (an interleaving reshape, arithmetic) are computed from full tensors when values are read.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from torch.utils import _pytree as pytree
 #: Start and stop along each axis.
 Box = tuple[tuple[int, int], ...]
 
-#: Gives the values in a box of a named tensor.
+#: Returns the values in a box of a named tensor.
 Reader = Callable[[str, Box], Tensor]
 
 
 def box_of(shape: Sequence[int]) -> Box:
-    """All of a tensor."""
+    """Return the box of a full tensor."""
     return tuple((0, size) for size in shape)
 
 
 def lengths(box: Box) -> list[int]:
-    """The shape of what is in a box."""
+    """Return the shape of a box."""
     return [stop - start for start, stop in box]
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """What two boxes share; None for nothing."""
+    """Return the intersection of two boxes, or None if it is empty."""
     shared = tuple((max(a1, b1), min(a2, b2)) for (a1, a2), (b1, b2) in zip(a, b, strict=True))
     return shared if all(start < stop for start, stop in shared) else None
 
 
 def index_of(box: Box, within: Box | None = None) -> tuple[slice, ...]:
-    """Indices of a box in a tensor, or in a tensor that holds the box `within` only."""
+    """Return the indices of a box in a full tensor, or in a tensor that holds the box `within`."""
     starts = [start for start, _ in within] if within is not None else [0] * len(box)
     return tuple(slice(a - at, b - at) for (a, b), at in zip(box, starts, strict=True))
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, Box]]:
-    """The boxes that a range of a flattened tensor consists of, and where each begins in it."""
+    """Split a range of a flattened tensor into boxes; yield (start in the flat tensor, box)."""
     if start >= stop:
         return
     if not shape or (start == 0 and stop == torch.Size(shape).numel()):
@@ -69,7 +69,7 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tupl
 
 @dataclass(frozen=True)
 class Computed:
-    """A result of code that was not followed: number `output` of a call."""
+    """Output number `output` of a call that was not followed."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -77,13 +77,13 @@ class Computed:
     output: int
 
     def read(self, get: Reader) -> Tensor:
-        """Run the call."""
+        """Run the call and return the output."""
         args, kwargs = pytree.tree_map_only(Pieced, lambda t: t.read(get), (self.args, self.kwargs))
         value: Tensor = pytree.tree_leaves(self.function(*args, **kwargs))[self.output]
         return value
 
     def inputs(self) -> Iterator[Pieced]:
-        """What it is computed from."""
+        """Yield the symbolic tensors that it is computed from."""
         for leaf in pytree.tree_leaves((self.args, self.kwargs)):
             if isinstance(leaf, Pieced):
                 yield leaf
@@ -91,10 +91,10 @@ class Computed:
 
 @dataclass(frozen=True)
 class Piece:
-    """The box `place` of a tensor is the box `source` of `leaf`.
+    """The box `place` of a tensor, equal to the box `source` of `leaf`.
 
-    Axis i here runs along the leaf's axis ``axes[i]``. None is an axis of one element that the leaf
-    lacks, as of an expert in a stack; an axis of the leaf that is not named has one element.
+    Axis i follows the leaf's axis ``axes[i]``. None is an axis of size 1 that the leaf lacks, as of
+    an expert in a stack. Axes of the leaf that are not listed have size 1.
     """
 
     leaf: str | Computed
@@ -103,7 +103,7 @@ class Piece:
     axes: tuple[int | None, ...]
 
     def within(self, box: Box) -> Piece | None:
-        """The part of it that is in a box."""
+        """Return the part inside a box, or None."""
         place = overlap(self.place, box)
         if place is None:
             return None
@@ -115,18 +115,18 @@ class Piece:
         return replace(self, source=tuple(source), place=place)
 
     def moved(self, starts: Sequence[int]) -> Piece:
-        """The same, so much further along each axis."""
+        """Return the piece, shifted along each axis."""
         place = tuple((a + by, b + by) for (a, b), by in zip(self.place, starts, strict=True))
         return replace(self, place=place)
 
     def to_place(self, value: Tensor) -> Tensor:
-        """The values of the leaf's box as they lie here."""
+        """Return values of the leaf's box in the layout of the place."""
         order = [axis for axis in self.axes if axis is not None]
         gone = [axis for axis in range(value.dim()) if axis not in order]
         return value.permute(order + gone).reshape(lengths(self.place))
 
     def to_source(self, value: Tensor) -> Tensor:
-        """A view of the values in the place as they are in the leaf."""
+        """Return a view of the place's values in the layout of the leaf."""
         order = [axis for axis in self.axes if axis is not None]
         gone = [axis for axis in range(len(self.source)) if axis not in order]
         kept = value[tuple(0 if axis is None else slice(None) for axis in self.axes)]
@@ -135,20 +135,20 @@ class Piece:
         return kept.permute([at[axis] for axis in range(len(self.source))])
 
     def read(self, get: Reader) -> Tensor:
-        """The values, as they lie here."""
+        """Read the values, in the layout of the place."""
         if isinstance(self.leaf, Computed):
             return self.to_place(self.leaf.read(get)[index_of(self.source)])
         return self.to_place(get(self.leaf, self.source))
 
 
 class Pieced(torch.Tensor):
-    """A tensor of which only the pieces are known; where there is none it is zero."""
+    """Tensor that consists of pieces; elements outside all pieces are zero."""
 
     pieces: tuple[Piece, ...]
 
     @staticmethod
     def made(pieces: Sequence[Piece], shape: Sequence[int], dtype: torch.dtype) -> Pieced:
-        """A tensor of pieces."""
+        """Make a tensor of pieces."""
         new: Pieced = torch.Tensor._make_wrapper_subclass(
             Pieced, torch.Size(shape), dtype=dtype, device=torch.device("meta")
         )
@@ -157,18 +157,18 @@ class Pieced(torch.Tensor):
 
     @staticmethod
     def leaf(name: str | Computed, shape: Sequence[int], dtype: torch.dtype) -> Pieced:
-        """A named tensor, as itself."""
+        """Make a named tensor that consists of itself."""
         box = box_of(shape)
         return Pieced.made([Piece(name, box, box, tuple(range(len(box))))], shape, dtype)
 
     def part(self, box: Box) -> Pieced:
-        """What is in a box."""
+        """Return the part in a box."""
         inside = [piece.within(box) for piece in self.pieces]
         back = [-start for start, _ in box]
         return Pieced.made([p.moved(back) for p in inside if p], lengths(box), self.dtype)
 
     def read(self, get: Reader) -> Tensor:
-        """The values, in the precision of what `get` gives for named tensors."""
+        """Read the values, with the dtype that `get` returns for named tensors."""
         values = None
         for piece in self.pieces:
             found = piece.read(get)
@@ -181,7 +181,7 @@ class Pieced(torch.Tensor):
         return torch.zeros(self.shape, dtype=self.dtype) if values is None else values
 
     def needs(self) -> Iterator[tuple[str, Box]]:
-        """The boxes of named tensors that its values are made of."""
+        """Yield the boxes of named tensors that the values come from."""
         for piece in self.pieces:
             if isinstance(piece.leaf, str):
                 yield piece.leaf, piece.source
@@ -190,7 +190,7 @@ class Pieced(torch.Tensor):
                     yield from value.needs()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pieced:
-        return self  # nothing changes it
+        return self  # immutable
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return Pieced.made, (self.pieces, tuple(self.shape), self.dtype)
@@ -219,7 +219,7 @@ class Pieced(torch.Tensor):
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """Shapes are found on meta; values are computed when they are read."""
+    """Infer shapes on meta; the values are computed when they are read."""
     blanks = pytree.tree_map_only(
         Pieced, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), (args, kwargs)
     )
@@ -233,7 +233,7 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     return pytree.tree_unflatten(made, tree)
 
 
-# --- operations that are followed; NotImplemented where one is not, in this form ---------------
+# --- followed operations; NotImplemented for unsupported forms ----------------------------------
 def _narrow(t: Pieced, dim: int, start: int, length: int) -> Pieced:
     box = list(box_of(t.shape))
     start += t.shape[dim] if start < 0 else 0
@@ -272,7 +272,7 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Any:
 
 
 def _rearranged(t: Pieced, order: Sequence[int | None]) -> Pieced:
-    """The axes in an order; None is a new one of one element."""
+    """Reorder the axes; None is a new axis of size 1."""
 
     def taken(values: Sequence[Any], new: Any) -> tuple[Any, ...]:
         return tuple(new if axis is None else values[axis] for axis in order)
@@ -324,7 +324,7 @@ def _getitem(t: Pieced, index: Any) -> Any:
 
 
 def _pad(t: Pieced, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
-    """Zeros behind the end."""
+    """Append zeros."""
     if mode != "constant" or value or any(pad[::2]) or min(pad) < 0:
         return NotImplemented
     shape = list(t.shape)
@@ -359,7 +359,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("contiguous", "clone", "detach", "cpu"), _same),
 }
 
-#: What a tensor says of itself without values.
+#: Functions that need no values.
 _ABOUT_SHAPES = {
     Tensor.size,
     Tensor.dim,

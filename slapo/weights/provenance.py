@@ -1,14 +1,12 @@
-"""Where the parameters of a new module come from, so that a replacement keeps the weights.
+"""Origins of a new module's parameters, so that a replacement keeps the weights.
 
-A module that takes the place of others may define ``weight_sources()``: for each of its
-parameters, which of the originals' parameters make it up. What that cannot say, it says in
-``weights_from(originals)`` in plain torch code: `originals` has the parameters by name, for each of
-the modules that are replaced.
+A module that replaces others may define ``weight_sources()``: for each of its parameters, the
+originals' parameters that it consists of. For other cases it defines ``weights_from(originals)`` in
+plain torch code, where `originals` has the parameters by name for each replaced module.
 
-Each tensor carries its origin, that of the whole of it: ``create_schedule`` gives it its own name,
-and where a replacement packs values, origins are packed by the same code. How a tensor is sliced is
-known already, and is applied when somebody asks. Copies of tensors lose their origins, so ``build``
-writes these down on the modules.
+Each tensor carries the origin of its full form. ``create_schedule`` sets it to the tensor's own
+name, and code that packs values packs origins too. Slicing is recorded elsewhere and applied on
+request. Copies of tensors lose their origins, so ``build`` also stores these on the modules.
 """
 
 from __future__ import annotations
@@ -29,14 +27,14 @@ if TYPE_CHECKING:
     from slapo.weights.pieces import Pieced
 
 
-# On a tensor: its name in the original model, or its pieces; without an underscore in front, as
-# such attributes follow to the tensor that takes its place.
+# On a tensor: its name in the original model, or its pieces. It has no leading underscore, as such
+# attributes are copied to the tensor that replaces it.
 _ORIGIN = "slapo_origin"
 
 # On a module of a built model: name of a tensor -> origin.
 _WRITTEN = "_slapo_origins"
 
-# On a model of Transformers whose values are in a folder.
+# On a Transformers model: the folder with its values.
 FOLDER = "_slapo_folder"
 
 # On the root of a built model.
@@ -45,17 +43,17 @@ _ORIGINAL = "_slapo_original"
 
 @dataclass(frozen=True)
 class Source:
-    """How one parameter is made from those of the originals.
+    """Recipe of one parameter from those of the replaced modules.
 
     Parameters
     ----------
     names
-        Parameters of the originals, as ``"<k>.<name>"`` for the k-th module that was replaced
-        (in the order of the match), such as ``"0.weight"``.
+        Parameters of the originals as ``"<k>.<name>"`` for the k-th replaced module, in the order
+        of the match, such as ``"0.weight"``.
     dim
-        The axis along which several are concatenated.
+        Axis along which several parameters are concatenated.
     transpose
-        Swap the last two axes first, as between ``nn.Linear`` and GPT-2's ``Conv1D``.
+        True first swaps the last two axes, as between ``nn.Linear`` and GPT-2's ``Conv1D``.
 
     Examples
     --------
@@ -70,19 +68,19 @@ class Source:
     transpose: bool = False
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The new parameter's value."""
+        """Return the new parameter's value."""
         parts = [t.transpose(-1, -2) if self.transpose else t for t in tensors]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
-#: Where a parameter comes from that its author has brought.
+#: Origin of a parameter whose values come from its author.
 _NOWHERE = ""
-#: From the parameters of the originals, by name for each of them, to those of the new module.
+#: Function from the originals' parameters, by name for each module, to those of the new module.
 Making = Callable[[Sequence[Mapping[str, Tensor]]], dict[str, Tensor]]
 
 
 def own_values(module: nn.Module) -> list[str]:
-    """Parameters that have values, and are not made of others'."""
+    """Return the parameters with values that do not come from other modules."""
     if callable(getattr(module, "weights_from", None)):
         return []
     sources: dict[str, Source] = getattr(module, "weight_sources", dict)()
@@ -92,10 +90,10 @@ def own_values(module: nn.Module) -> list[str]:
 def inherit_weights(new: nn.Module, originals: Sequence[nn.Module]) -> None:
     """Give `new` the values of the modules it replaces, as far as it declares or allows.
 
-    - What it declares is made of the originals' parameters.
-    - Parameters of `new` on ``meta`` (which have no value of their own) take the original's
-      parameter of the same name and shape, the very object, when one module is replaced.
-    - Other parameters keep the values that their author gave them.
+    - Declared parameters are made from those of the originals.
+    - If one module is replaced, parameters of `new` on ``meta`` become the original's parameter
+      objects of the same name and shape.
+    - Other parameters keep their values.
     """
     tables = [dict(m.named_parameters(remove_duplicate=False)) for m in originals]
     making = _making(new)
@@ -106,7 +104,7 @@ def inherit_weights(new: nn.Module, originals: Sequence[nn.Module]) -> None:
 
 
 def _making(new: nn.Module) -> Making | None:
-    """How a module makes its parameters; None if it does not say."""
+    """Return the function that makes a module's parameters, or None if it declares none."""
     weights_from: Any = getattr(new, "weights_from", None)
     if callable(weights_from):
         return lambda tables: dict(weights_from(tables))
@@ -120,7 +118,7 @@ def _making(new: nn.Module) -> Making | None:
 
 
 def _fill(new: nn.Module, making: Making, tables: Sequence[Mapping[str, Tensor]]) -> None:
-    with torch.enable_grad():  # which tells what of it is trained
+    with torch.enable_grad():  # the results then show which parameters are trained
         values = making(tables)
     made = _made_of(making, tables)
     for name, value in values.items():
@@ -148,8 +146,9 @@ def _fill(new: nn.Module, making: Making, tables: Sequence[Mapping[str, Tensor]]
 
 
 def _made_of(making: Making, tables: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-    """Origins of the new parameters, of those whose every part has one."""
-    from slapo.weights.pieces import Pieced  # where weights are packed, or a model is built
+    """Return origins of the new parameters, if all of their parts have one."""
+    # imported only if weights are packed or a model is built
+    from slapo.weights.pieces import Pieced
 
     tensors = [p for table in tables for p in table.values()]
     if all(origin_of(p) is None for p in tensors):
@@ -192,9 +191,9 @@ def _adopt_by_name(new: nn.Module, originals: Mapping[str, Tensor]) -> None:
 
 
 def dropped_values(new: nn.Module, original: nn.Module) -> list[str]:
-    """Parameters of which the original has others, of the same name and shape, and other values.
+    """Return parameters whose values differ from the original's of the same name and shape.
 
-    None where the new module says where its values come from.
+    The list is empty if the new module declares where its values come from.
     """
     if _making(new) is not None:
         return []
@@ -213,7 +212,7 @@ def dropped_values(new: nn.Module, original: nn.Module) -> list[str]:
 # --- origins --------------------------------------------------------------------------------------
 @dataclass
 class Original:
-    """The model as it was given to ``create_schedule``."""
+    """The model that was passed to ``create_schedule``."""
 
     cls: type[nn.Module]
     config: Any
@@ -222,19 +221,19 @@ class Original:
     tensors: dict[str, tuple[torch.Size, torch.dtype]]
     #: name -> the first name of the same tensor
     ties: dict[str, str]
-    #: that has the values of a model on meta, which `from_pretrained` was to make
+    #: folder with the values of a model that `from_pretrained` made on meta
     folder: str | None = None
-    #: configs of PEFT's adapters, by name
+    #: configs of PEFT adapters, by name
     adapters: dict[str, Any] | None = None
 
     @property
     def is_of_transformers(self) -> bool:
-        """Return whether Transformers knows how it is laid out on disk."""
+        """True if Transformers defines the model's layout on disk."""
         return hasattr(self.cls, "from_pretrained") and self.config is not None
 
 
 def note_origins(model: nn.Module) -> Original:
-    """Give each tensor of a model its name for an origin, and remember the model."""
+    """Set each tensor's origin to its name, and return a description of the model."""
     first: dict[int, str] = {}
     tensors, ties = {}, {}
     for name, module, leaf in places(model):
@@ -264,37 +263,38 @@ def _class_of(model: nn.Module) -> type[nn.Module]:
 
 
 def give_origin(tensor: Any, origin: Pieced) -> None:
-    """Say what a tensor is made of."""
+    """Set the origin of a tensor."""
     setattr(tensor, _ORIGIN, origin)
 
 
 def origin_of(tensor: Tensor) -> Pieced | None:
-    """What a tensor is made of that is not sharded; None if its author has given it values."""
+    """Return the origin of an unsharded tensor, or None if its values come from its author."""
     return None if hasattr(tensor, "orig_shape") else _as_pieces(tensor, None, tensor.shape)
 
 
 def origin_at(module: nn.Module, leaf: str) -> Pieced | None:
-    """What the whole tensor at a place is made of; None if its author has given it values."""
+    """Return the origin of a full tensor, or None if its values come from its author."""
     tensor, spec = tensor_at(module, leaf), shards_of(module).get(leaf)
     written = module.__dict__.get(_WRITTEN, {}).get(leaf)
     return _as_pieces(tensor, written, tensor.shape if spec is None else spec.full_shape)
 
 
 def _as_pieces(tensor: Tensor, written: Any, shape: torch.Size) -> Pieced | None:
-    from slapo.weights.pieces import Pieced  # where weights are packed, or a model is built
+    # imported only if weights are packed or a model is built
+    from slapo.weights.pieces import Pieced
 
     found = getattr(tensor, _ORIGIN, written)
     return Pieced.leaf(found, shape, tensor.dtype) if isinstance(found, str) else found
 
 
 def write_down(model: nn.Module, original: Original | None = None) -> None:
-    """Have the modules of a model know the origins of their tensors, as copies of those do not."""
+    """Store origins on modules too, as copies of tensors lose them."""
     for _, module, leaf in places(model):
         if is_lazy(tensor_at(module, leaf)):
             continue
         found = origin_at(module, leaf)
         if found is not None:
-            # With the shape, which not every runtime leaves to a parameter.
+            # The pieces include the shape, which some runtimes remove from a parameter.
             give_origin(tensor_at(module, leaf), found)
             module.__dict__.setdefault(_WRITTEN, {})[leaf] = found
     if original is not None:
@@ -302,12 +302,12 @@ def write_down(model: nn.Module, original: Original | None = None) -> None:
 
 
 def original_of(model: nn.Module) -> Original | None:
-    """The model that a built one was."""
+    """Return the original of a built model, or None."""
     return innermost(model).__dict__.get(_ORIGINAL)
 
 
 def places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Where a model holds what it saves: name, module, name there; by all names of a tensor."""
+    """Yield (full name, module, local name) of all saved tensors, by all of their names."""
     for path, outer in model.named_modules(remove_duplicate=False):
         module = innermost(outer)
         prefix = f"{path}." if path else ""
@@ -320,6 +320,6 @@ def places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def tensor_at(module: nn.Module, leaf: str) -> Tensor:
-    """The tensor that a module has under a name."""
+    """Return the tensor that a module has under a name."""
     found: Tensor = getattr(module, leaf)
     return found

@@ -1,4 +1,4 @@
-"""Where the tensors of a model are held, and others in their places for a while."""
+"""Places of a model's tensors, and temporary replacements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slapo.wrapper import innermost
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a module holds a tensor: the module, its name for it, and that from the root."""
+    """Place of a tensor: the module, its local name, and its full name."""
 
     owner: nn.Module
     leaf: str
@@ -25,7 +25,7 @@ class Slot:
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor there now."""
+        """The current tensor."""
         param = self.owner._parameters.get(self.leaf)
         found = param if param is not None else self.owner._buffers[self.leaf]
         assert found is not None, "slots are made for tensors that exist"
@@ -33,7 +33,7 @@ class Slot:
 
     @property
     def spec(self) -> ShardSpec | None:
-        """How it is sharded."""
+        """Its sharding, or None."""
         return shards_of(self.owner).get(self.leaf)
 
     @property
@@ -41,7 +41,7 @@ class Slot:
         """Its shape before sharding."""
         if self.spec is not None:
             return self.spec.full_shape
-        # Of a slice that its author has made.
+        # A slice that its author made may have this attribute.
         return torch.Size(getattr(self.tensor, "orig_shape", self.tensor.shape))
 
     def put(self, tensor: Tensor) -> None:
@@ -53,7 +53,7 @@ class Slot:
 
 
 def own_slots(module: nn.Module, path: str = "") -> list[Slot]:
-    """The slots of one module, which is found at `path`."""
+    """Return the slots of one module, located at `path`."""
     prefix = f"{path}." if path else ""
     tables = (module._parameters, module._buffers)
     return [
@@ -65,7 +65,7 @@ def own_slots(module: nn.Module, path: str = "") -> list[Slot]:
 
 
 def slots(model: nn.Module) -> list[Slot]:
-    """Every tensor of a model by all of its names; those inside compiled modules are left out."""
+    """Return every tensor of a model by all of its names, except those in TorchScript modules."""
     return [
         slot
         for path, module in model.named_modules(remove_duplicate=False)
@@ -75,7 +75,7 @@ def slots(model: nn.Module) -> list[Slot]:
 
 
 def compiled_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters inside compiled modules, which cannot be exchanged, by one of their names."""
+    """Return the parameters of TorchScript modules, which cannot be exchanged, by one name each."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -85,7 +85,7 @@ def compiled_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def replacements(model: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[int, Any]:
-    """Other tensors by the ids of a model's own, for ``copy.deepcopy``; tied ones stay tied."""
+    """Return new tensors by the ids of a model's own, for ``copy.deepcopy``; ties stay."""
     tensors = [*model.parameters(), *model.buffers()]
     tensors += [v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor)]
     found: dict[int, Any] = {}
@@ -100,7 +100,7 @@ def replacements(model: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[int
 def exchanged(
     places: Iterable[Slot], make: Callable[[Slot], Tensor], keeps_ties: bool = True
 ) -> Iterator[None]:
-    """Other tensors in some places while the block runs."""
+    """Replace the tensors of some slots within the block."""
     originals = [(slot, slot.tensor) for slot in places]
     made: dict[int, Tensor] = {}
     try:

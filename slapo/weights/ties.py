@@ -1,4 +1,4 @@
-"""Parameters that several modules share, by name, and how they stay shared."""
+"""Parameters that several modules share, by name, and how they stay tied."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slapo.errors import SlapoError
 
 
 class TieGroups:
-    """Names of a model that lead to one parameter; found in one pass by identity."""
+    """Groups of names that refer to one parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         names: dict[int, list[str]] = {}
@@ -23,37 +23,37 @@ class TieGroups:
         return bool(self._group_of)
 
     def partners(self, name: str) -> frozenset[str]:
-        """Other names of the parameter called `name`."""
+        """Return the other names of the parameter called `name`."""
         return self._group_of.get(name, frozenset()) - {name}
 
     def renamed(self, names: Mapping[str, str]) -> TieGroups:
-        """The same groups with some names changed."""
+        """Return the same groups with some names changed."""
         new = TieGroups.__new__(TieGroups)
         groups = [frozenset(names.get(n, n) for n in group) for group in self.groups()]
         new._group_of = _by_name(groups)
         return new
 
     def as_dict(self) -> dict[str, tuple[str, ...]]:
-        """Name -> other names, for those that are tied."""
+        """Return name -> other names, for tied parameters."""
         return {name: tuple(sorted(self.partners(name))) for name in self._group_of}
 
     def groups(self) -> Iterator[frozenset[str]]:
-        """Each set of names once."""
+        """Yield each group of names once."""
         yield from dict.fromkeys(self._group_of.values())
 
     def names_under(self, path: str) -> Iterator[str]:
-        """Tied names of the module at `path` and of its descendants."""
+        """Return the tied names of the module at `path` and of its descendants."""
         prefix = f"{path}." if path else ""
         return (name for name in self._group_of if name.startswith(prefix))
 
 
 def _by_name(groups: Iterable[frozenset[str]]) -> dict[str, frozenset[str]]:
-    """Name -> group, in an order that is the same in every process."""
+    """Return name -> group, in an order that is the same in every process."""
     return {name: group for group in groups for name in sorted(group)}
 
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str] | None:
-    """The module that holds the parameter called `name`, and its local name; None if it is gone."""
+    """Return the module and local name of the parameter called `name`, or None if it is gone."""
     path, _, leaf = name.rpartition(".")
     try:
         module = model.get_submodule(path)
@@ -63,13 +63,13 @@ def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str] | None:
 
 
 def parameters_named(model: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
-    """The parameters under those of `names` that still exist."""
+    """Return the existing parameters among `names`."""
     found = (owner_of(model, name) for name in names)
     return [owner._parameters[leaf] for owner, leaf in filter(None, found)]  # type: ignore[misc]
 
 
 def check_ties(model: nn.Module, ties: TieGroups) -> None:
-    """Every group of names that still exists leads to one parameter."""
+    """Check that the existing names of each group refer to one parameter."""
     for group in ties.groups():
         present = sorted(name for name in group if owner_of(model, name))
         params = parameters_named(model, present)
@@ -82,10 +82,10 @@ def check_ties(model: nn.Module, ties: TieGroups) -> None:
 
 
 class TiePlan:
-    """Keeps ties when a new module replaces others.
+    """Plan that keeps ties when a new module replaces others.
 
-    A parameter of the new module that goes by the old name becomes the tied one; a module that
-    holds the tied parameter already, under whatever name, keeps it.
+    A parameter of the new module with the old name becomes the tied one. A module that already
+    holds the tied parameter, under any name, keeps it.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class TiePlan:
         self._renames[name] = local
 
     def carry_out(self) -> TieGroups:
-        """Tie the new module; returns the ties by their new names."""
+        """Tie the new module; return the ties by their new names."""
         for owner, leaf, param in self._moves:
             owner._parameters[leaf] = param
         prefix = f"{self.new_path}." if self.new_path else ""

@@ -1,6 +1,6 @@
 """The runtime ``"deepspeed"``: ``deepspeed.initialize`` and its ``PipelineModule``.
 
-Nothing here imports DeepSpeed before it is used: that takes seconds, and it may be absent.
+DeepSpeed is imported on first use only: the import takes seconds, and the package is optional.
 """
 
 from typing import Any

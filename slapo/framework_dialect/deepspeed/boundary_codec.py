@@ -1,8 +1,8 @@
-"""Tensors as they cross a stage boundary under DeepSpeed's pipeline.
+"""Encoding of tensors that cross a stage boundary under DeepSpeed's pipeline.
 
-DeepSpeed takes every floating-point tensor that a stage sends for one whose gradient comes back. A
-mask or a position table has none, so it travels as bytes. Which tensors do is decided by the stage
-that makes them, and sent to the next stage with their shapes, once for each form of batch.
+DeepSpeed expects a gradient back for every floating-point tensor that a stage sends. A mask or a
+position table has none, so it travels as bytes. The sending stage decides which tensors do, and
+sends this to the next stage with their shapes, once for each form of batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slapo.pipeline.boundaries import Boundary, TensorMeta, describe_tensors
 
 
 def pack(meta: TensorMeta, tensor: Tensor) -> Tensor:
-    """A tensor as it travels: as bytes, unless a gradient comes back."""
+    """Encode a tensor for sending: as bytes, unless a gradient comes back."""
     tensor = tensor.contiguous()
     return tensor if meta.requires_grad else tensor.detach().flatten().view(torch.uint8)
 
@@ -29,16 +29,16 @@ def unpack(meta: TensorMeta, tensor: Tensor) -> Tensor:
 
 
 def room_for(meta: TensorMeta, device: torch.device) -> Tensor:
-    """Memory for what travels."""
+    """Receive buffer for an encoded tensor."""
     if meta.requires_grad:
         return meta.tensor(device).detach()
     return torch.empty(meta.nbytes, dtype=torch.uint8, device=device)
 
 
 class StageLayer(nn.Module):
-    """A stage as a layer of ``PipelineModule``: takes and returns what travels.
+    """A stage as a layer of ``PipelineModule``: takes and returns encoded tensors.
 
-    `arriving` and `leaving` are what the boundaries before and after it carry; None until known.
+    `arriving` and `leaving` describe the boundaries before and after it; None until known.
     """
 
     def __init__(self, stage: Stage, n_stages: int) -> None:
@@ -48,7 +48,7 @@ class StageLayer(nn.Module):
         self.forget()
 
     def forget(self) -> None:
-        """Expect boundaries of another form."""
+        """Reset, so that boundaries may have another form."""
         self.arriving: Boundary | None = None
         self.leaving: Boundary | None = None
 
@@ -78,13 +78,13 @@ class StageLayer(nn.Module):
 
 
 class OutputWithTensors(tuple[Any, ...]):
-    """An output that DeepSpeed does not look into, and the tensors in it."""
+    """An output that DeepSpeed does not traverse, with its tensors."""
 
     __slots__ = ()
 
 
 def expose_tensors(output: Any) -> Any:
-    """An output whose tensors DeepSpeed finds: it prepares a backward by hooks on them."""
+    """Expose the tensors of an output: DeepSpeed prepares the backward by hooks on them."""
     if isinstance(output, (Tensor, tuple, list, dict)):
         return output
     return OutputWithTensors((output, tensors_in(output)))
@@ -96,7 +96,7 @@ def original_output(output: Any) -> Any:
 
 
 def tensors_in(value: Any, levels: int = 4) -> list[Tensor]:
-    """Tensors in containers and in attributes of objects, to a few levels."""
+    """Tensors in containers and object attributes, up to `levels` deep."""
     if isinstance(value, Tensor):
         return [value]
     if levels == 0 or isinstance(value, (str, bytes, type, nn.Module)):

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: the user's, joined with the arguments of build."""
+"""DeepSpeed's configuration: the user's, merged with the arguments of build."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from slapo.framework_dialect.precision import HALF_NAMES
 
 Config = dict[str, Any]
 
-# So that several tensors with gradients may cross a boundary, and a first stage may take integers.
+# Allows several tensors with gradients to cross a boundary, and integer inputs of the first stage.
 _PIPELINE = {"pipe_partitioned": False, "grad_partitioned": False, "use_reentrant": False}
 
-# Prints nothing about progress; None, DeepSpeed's default, is not understood everywhere.
+# Disables progress output; DeepSpeed does not accept its default, None, everywhere.
 _NEVER = 10**9
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks along each dimension, and the type of device."""
+    """Ranks along each dimension, and the device type."""
 
     pp: int
     dp: int
@@ -37,8 +37,8 @@ class Layout:
 class Settings:
     """Outcome of :func:`merge`: a complete configuration, and the values in it.
 
-    `clip_grad_norm` is 0 for none; `micro_batch_size` is the one that the user's configuration
-    fixes, if it does; `has_optimizer` is whether the model is trained, and not only run.
+    `clip_grad_norm` is 0 for none. `micro_batch_size` is the one that the user's configuration
+    fixes, else None. `has_optimizer` is False if the model only runs and is not trained.
     """
 
     config: Config
@@ -50,7 +50,7 @@ class Settings:
 
 
 def load(config: Mapping[str, Any] | str | Path | None) -> Config:
-    """A copy of the configuration, or of the JSON file, that is safe to change."""
+    """Return a copy of the configuration, or of the JSON file, that is safe to modify."""
     if config is None:
         return {}
     if isinstance(config, Mapping):
@@ -74,9 +74,9 @@ def load(config: Mapping[str, Any] | str | Path | None) -> Config:
 
 
 def merge(config: Config, given: Mapping[str, Any], layout: Layout) -> Settings:
-    """Join a configuration with the arguments of build by name; those that are None are left to it.
+    """Merge a configuration with the arguments of build; an argument of None defers to it.
 
-    Entries with the value ``"auto"`` count as absent. A contradiction is a ValueError.
+    Entries with the value ``"auto"`` count as absent. A contradiction raises a ValueError.
     """
     merged = copy.deepcopy(config)
     has_optimizer = _merge_optimizer(merged, given, layout.device)
@@ -98,7 +98,7 @@ def merge(config: Config, given: Mapping[str, Any], layout: Layout) -> Settings:
 
 
 def flat_parameters(config: Config) -> str | None:
-    """Say why DeepSpeed's optimizers step on flat pieces of parameters; None if they do not."""
+    """Reason why DeepSpeed's optimizers step on flat pieces of parameters; None if they do not."""
     if stage := zero_of(config):
         return f"ZeRO stage {stage} has flat pieces of them"
     half = precision_of(config)
@@ -106,12 +106,12 @@ def flat_parameters(config: Config) -> str | None:
 
 
 def zero_of(config: Config) -> Any:
-    """The ZeRO stage of a configuration."""
+    """ZeRO stage of a configuration."""
     return (config.get("zero_optimization") or {}).get("stage", 0)
 
 
 def check_zero(zero: int, pp: int) -> None:
-    """Refuse what ``PipelineModule`` cannot do."""
+    """Refuse ZeRO stages that are invalid, or that ``PipelineModule`` does not support."""
     if zero not in (0, 1, 2, 3):
         raise ValueError(f"deepspeed: the ZeRO stage is {zero!r}; pass 0, 1, 2 or 3")
     if pp > 1 and zero > 1:
@@ -123,7 +123,7 @@ def check_zero(zero: int, pp: int) -> None:
 
 
 def fix_entries(config: Config, layout: Layout) -> None:
-    """Set what has to have one value; refuse others."""
+    """Set the entries that have only one valid value; refuse other values."""
     if layout.pp > 1:
         section = _section(config, "pipeline")
         for name, value in _PIPELINE.items():
@@ -141,7 +141,7 @@ def fix_entries(config: Config, layout: Layout) -> None:
 
 
 def use_torch_adam(config: Config, device: str) -> None:
-    """Spare a CPU the minute that building DeepSpeed's fused Adam takes."""
+    """Select torch's Adam on a CPU: building DeepSpeed's fused Adam takes a minute."""
     section = config.get("optimizer")
     offloads = _section(config, "zero_optimization", create=False).get("offload_optimizer")
     if device != "cpu" or offloads or not isinstance(section, dict):
@@ -151,7 +151,7 @@ def use_torch_adam(config: Config, device: str) -> None:
 
 
 def precision_of(config: Config) -> torch.dtype | None:
-    """The half precision that a configuration enables; None if none."""
+    """Half precision that a configuration enables; None if none."""
     sections = {name: _section(config, name, create=False) for name in HALF_NAMES}
     found = [name for name, section in sections.items() if section.get("enabled") is True]
     if len(found) > 1:
@@ -161,7 +161,7 @@ def precision_of(config: Config) -> torch.dtype | None:
 
 # --- single entries ------------------------------------------------------------------------------
 def _merge_optimizer(config: Config, given: Mapping[str, Any], device: str) -> bool:
-    """Return whether there is one."""
+    """Return whether there is an optimizer."""
     for key, name in (("optimizer", "optimizer"), ("scheduler", "lr_scheduler")):
         if given.get(name) is not None and config.get(key) is not None:
             kind = config[key].get("type") if isinstance(config[key], Mapping) else config[key]
@@ -174,7 +174,7 @@ def _merge_optimizer(config: Config, given: Mapping[str, Any], device: str) -> b
 
 
 def _merge_dtype(config: Config, wanted: torch.dtype | None, device: str) -> torch.dtype | None:
-    """The half precision; None for float32."""
+    """Return the half precision; None for float32."""
     dtype = wanted or precision_of(config) or torch.float32
     for name, precision in HALF_NAMES.items():
         is_on, entry = (
@@ -191,7 +191,8 @@ def _merge_dtype(config: Config, wanted: torch.dtype | None, device: str) -> tor
             "pass dtype=torch.bfloat16 or torch.float32"
         )
     if dtype is torch.bfloat16:
-        # Micro-batches and replicas would be added up in bfloat16, and lose small gradients.
+        # Otherwise sums over micro-batches and replicas would be in bfloat16, and lose small
+        # gradients.
         _section(config, "data_types").setdefault("grad_accum_dtype", "fp32")
         config.setdefault("communication_data_type", "fp32")
     return None if dtype is torch.float32 else dtype
@@ -219,7 +220,7 @@ def _merge_zero(
 
 
 def _merge_sizes(config: Config, micro_batches: int, dp: int) -> int | None:
-    """Complete the batch sizes, which DeepSpeed wants although it uses them for statistics only."""
+    """Complete the batch sizes: DeepSpeed requires them, but uses them only for statistics."""
     total, size = (
         None if config.get(key) in (None, "auto") else _whole_number(config, key)
         for key in ("train_batch_size", "train_micro_batch_size_per_gpu")

@@ -1,4 +1,4 @@
-"""A DeepSpeed engine behind the interface that all runtimes share."""
+"""DeepSpeed engines behind the interface that all runtimes share."""
 
 from __future__ import annotations
 
@@ -28,25 +28,19 @@ from slapo.weights.holdings import Held, HeldRange
 
 
 class OpaqueTargets:
-    """Targets in a shell: DeepSpeed would take a nest of tensors for a tuple of them."""
+    """Wrapper of targets: DeepSpeed would treat a nest of tensors as a tuple of them."""
 
     def __init__(self, targets: Any) -> None:
         self.targets = targets
 
 
 class DeepSpeedEngine(Engine):
-    """Base of the engines with and without a pipeline.
+    """Base of the engines with and without a pipeline; `engine` is DeepSpeed's own."""
 
-    Attributes
-    ----------
-    engine
-        DeepSpeed's own.
-    """
-
-    #: DeepSpeed's own, once it is there
+    #: DeepSpeed's own engine, set by `drive`
     engine: Any = None
 
-    #: ids of parameters that have got gradients, in a step that compares them; else None
+    #: ids of parameters with gradients, in a step that compares them; else None
     _with_gradient: set[int] | None = None
 
     _calls_differ = False
@@ -59,13 +53,13 @@ class DeepSpeedEngine(Engine):
         super().__init__(lowering, options)
 
     def drive(self, engine: Any) -> None:
-        """Take DeepSpeed's engine, which is made with this one's loss."""
+        """Attach DeepSpeed's engine, which is created with this engine's loss."""
         self.engine = engine
         self.optimizer = engine.optimizer if self.settings.has_optimizer else None
         self.scheduler = engine.lr_scheduler
         if self.settings.zero == 3:
             self._gathering_group = self.mesh.get_group("dp")
-            # Parameters have no shape there, and modules not the tables that others have.
+            # Under ZeRO-3 parameters have no shape, and modules lack the tables of ordinary ones.
             self.lowering.check_call = None
         if self.options.nonfinite != "step" and hasattr(engine.optimizer, "check_grad_overflow"):
             engine.optimizer.check_grad_overflow = True
@@ -101,8 +95,8 @@ class DeepSpeedEngine(Engine):
     def _noting_gradients(self) -> Iterator[None]:
         """Note gradients on their way into DeepSpeed's buffers, in steps that compare them.
 
-        ZeRO 1 and 2 put the gradients that there are in one buffer, and add up buffers: replicas
-        that use different parameters, as of experts, would add one's gradient to another's.
+        ZeRO 1 and 2 pack the gradients that exist into one buffer, and sum buffers. If replicas use
+        different parameters, such as experts, gradients of different parameters would be summed.
         """
         handles = []
         if (
@@ -142,7 +136,7 @@ class DeepSpeedEngine(Engine):
 
     @contextmanager
     def _scaled(self, scale: Tensor | None) -> Iterator[None]:
-        """A step of DeepSpeed's optimizer on gradients that are multiplied by a number."""
+        """Context of a step of DeepSpeed's optimizer on gradients multiplied by `scale`."""
         optimizer = self.engine.optimizer
         if scale is None:
             yield
@@ -151,7 +145,7 @@ class DeepSpeedEngine(Engine):
                 flat.mul_(scale.to(flat.dtype))
             yield
         elif hasattr(optimizer, "loss_scaler"):
-            # Shares of gradients are in its buffers, and it divides them by a scale of the loss.
+            # Its buffers hold shards of gradients, which it divides by the loss scale.
             own = optimizer.custom_loss_scaler, optimizer.external_loss_scale
             wanted = optimizer.loss_scale / float(scale)
             optimizer.custom_loss_scaler, optimizer.external_loss_scale = True, wanted
@@ -165,16 +159,16 @@ class DeepSpeedEngine(Engine):
 
     @contextmanager
     def _stepping(self, scale: Tensor | None) -> Iterator[None]:
-        """A step of DeepSpeed's optimizer, without effect where gradients say so."""
+        """Context of a step of DeepSpeed's optimizer, which non-finite gradients may cancel."""
         self._check_gradients()
         optimizer = self.engine.optimizer
         with self._scaled(scale), self._left_out() if self._is_to_look() else nullcontext():
             yield
         if self.options.nonfinite == "error" and getattr(optimizer, "overflow", False):
-            self._nonfinite = "not finite"  # ZeRO has looked, and has left out the step
+            self._nonfinite = "not finite"  # ZeRO has checked, and skipped the step
 
     def _is_to_look(self) -> bool:
-        """Return whether to leave out a step is for us to say: ZeRO does by itself."""
+        """Return whether this class has to check gradients: ZeRO does it by itself."""
         return self.options.nonfinite != "step" and not hasattr(self.engine.optimizer, "overflow")
 
     @contextmanager
@@ -186,7 +180,7 @@ class DeepSpeedEngine(Engine):
         if self.options.nonfinite == "error":
             self._nonfinite = str(float(norm))
         step = optimizer.step
-        # By its attribute DeepSpeed knows of a step left out, and does without the scheduler's.
+        # DeepSpeed reads this attribute, and then skips the scheduler's step too.
         optimizer.step, optimizer.overflow = lambda: None, True
         try:
             yield
@@ -206,14 +200,14 @@ class DeepSpeedEngine(Engine):
 
     def _cells_of(self, held: Held) -> list[Held]:
         own, parameter = self.engine.optimizer, cast(Any, held.tensor)
-        # ZeRO 1 and 2, and with a pipeline in bfloat16.
+        # Flat copies of ZeRO 1 and 2, or of a pipeline in bfloat16.
         flats = getattr(own, "single_partition_of_fp32_groups", None) or getattr(
             own, "fp32_groups_flat_partition", None
         )
         if flats is not None:
             there = parameter._hp_mapping
             if there is None:
-                return []  # it is all on other ranks
+                return []  # entirely on other ranks
             part, cell = there.lp_fragment_address, there.hp_fragment_address
             flat = flats[there.param_group_index]
             return [HeldRange.of(held, flat, part.start, cell.start, cell.numel)]
@@ -248,11 +242,11 @@ class DeepSpeedEngine(Engine):
 class ZeroEngine(DeepSpeedEngine):
     """``DeepSpeedEngine`` without pipeline: ZeRO 0 to 3."""
 
-    #: true if gradients are reduced in this backward, and used in the step after it
+    #: true if this backward reduces gradients, for a step right after it
     _is_last_part = True
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's tensors by their names in the model; under ZeRO-3 a collective."""
+        """Tensors of this rank by their names in the model; a collective under ZeRO-3."""
         if self.settings.zero < 3:
             return super().state_dict()
         with self._gathered():
@@ -272,7 +266,7 @@ class ZeroEngine(DeepSpeedEngine):
             return held
         kept = [t for h in held if hasattr(t := cast(Any, h.tensor), "ds_tensor")]
         whole = [t for t in kept if t.ds_status.name == "AVAILABLE"]
-        if whole:  # small ones stay gathered, and what is put in their shares would not be seen
+        if whole:  # small ones stay gathered, which would hide new values of their shards
             whole[0].partition(whole)
         return shares_of(held, self.mesh.get_local_rank("dp"))
 
@@ -288,7 +282,7 @@ class ZeroEngine(DeepSpeedEngine):
     def steppers(self) -> Iterator[list[torch.optim.Optimizer]]:
         own = self.engine.optimizer
         is_divided = self.settings.zero == 3 and self.optimizer is not None
-        if is_divided:  # it has its parameters during a step only
+        if is_divided:  # it holds its parameters only during a step
             own._set_fp32_optimizer_param_groups()
         try:
             with super().steppers() as steppers:
@@ -359,17 +353,17 @@ class ZeroEngine(DeepSpeedEngine):
 
     def _backward(self, loss: Tensor) -> None:
         self._set_boundary()
-        # The loss of a micro-batch is its part of the whole already.
+        # The loss of a micro-batch is weighted already.
         with quiet_warnings(), self._noting_gradients():
             if self._with_gradient is not None and self._is_last_part:
-                # Within this backward gradients are reduced, which replicas must have alike.
+                # This backward reduces gradients, which replicas must have for the same parameters.
                 self._check_use(self._with_gradient | used_in(loss))
             self.engine.backward(loss, scale_wrt_gas=False)
 
     def _set_boundary(self) -> None:
         from deepspeed.utils import groups  # optional package
 
-        # A global of DeepSpeed, in which another engine may have left its own.
+        # A global of DeepSpeed, which another engine may have set.
         groups.mpu = self.engine.mpu
         self.engine.set_gradient_accumulation_boundary(self._is_last_part)
 
@@ -384,7 +378,7 @@ class PipeEngine(DeepSpeedEngine):
         engine.around_step = self._around_step
 
     def loss_of_labels(self, output: Any, labels: OpaqueTargets) -> Tensor:
-        """DeepSpeed's loss function; it divides by the number of micro-batches."""
+        """Loss function for DeepSpeed, which divides the result by the number of micro-batches."""
         loss = self._loss_of(output, labels.targets)
         return loss * self.settings.micro_batches if torch.is_grad_enabled() else loss
 
@@ -396,7 +390,7 @@ class PipeEngine(DeepSpeedEngine):
 
     @contextmanager
     def _around_step(self) -> Iterator[None]:
-        """The step of DeepSpeed's optimizer, when all gradients are there."""
+        """Context of the optimizer's step, entered once all gradients are complete."""
         self._mean = self._begin_mean()
         with self._stepping(self._mean.scale()):
             yield
@@ -411,7 +405,7 @@ class PipeEngine(DeepSpeedEngine):
             )
 
     def _data(self, batch: Batch, parts: int) -> Any:
-        """Micro-batches as DeepSpeed takes them: tensors of the first stage, and labels."""
+        """Micro-batches in DeepSpeed's form: tensors of the first stage, and labels."""
         cut, model = batch.cut(parts, pads=True), self.lowering.pipeline
         inputs = [model.inputs.take(part.args, part.kwargs) for part in cut]
         form = [(tensor.shape, tensor.dtype) for tensor in inputs[0]]

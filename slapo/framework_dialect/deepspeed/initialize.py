@@ -1,4 +1,4 @@
-"""``deepspeed.initialize``, told of the mesh, and what it does wrong set right."""
+"""``deepspeed.initialize`` for a mesh, with corrections of its faults."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from slapo.mesh import DIMS
 
 
 def mesh_unit(mesh: DeviceMesh) -> SimpleNamespace:
-    """A mesh of one pipeline stage as the "model parallelism unit" of ``deepspeed.initialize``."""
+    """Return a mesh of one pipeline stage as the "model parallelism unit" of DeepSpeed."""
     unit = SimpleNamespace()
-    # Without pipeline, tensor parallelism is all the model parallelism there is.
+    # Without a pipeline, tensor parallelism is the only model parallelism.
     for kind in ("model", "tensor_model", "slice", "data"):
         name, dim = f"{kind}_parallel", "dp" if kind == "data" else "tp"
-        # Asked of the mesh: a group in DeepSpeed's globals would outlive the job.
+        # Read from the mesh: a group in DeepSpeed's globals would outlive the job.
         setattr(unit, f"get_{name}_rank", partial(mesh.get_local_rank, dim))
         setattr(unit, f"get_{name}_world_size", partial(mesh.size, DIMS.index(dim)))
         setattr(unit, f"get_{name}_group", partial(mesh.get_group, dim))
@@ -41,7 +41,7 @@ def mesh_unit(mesh: DeviceMesh) -> SimpleNamespace:
 
 
 def topology_of(pp: int, dp: int, tp: int) -> Any:
-    """A mesh as DeepSpeed's topology: both number the ranks by pp, then dp, then tp."""
+    """Return a mesh as DeepSpeed's topology: both order ranks by pp, then dp, then tp."""
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology  # optional package
 
     return PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dp)
@@ -57,12 +57,12 @@ def initialize(
     mpu: Any,
     dp_group: dist.ProcessGroup,
 ) -> Any:
-    """A DeepSpeed engine that starts as the model and the optimizer are.
+    """Return a DeepSpeed engine that starts from the present model and optimizer.
 
     `optimizer` is None if the config describes one, `mpu` is None for a ``PipelineModule``.
     """
     for parameter in model.parameters():
-        # DeepSpeed counts in the gradient's norm what is not a slice on one rank only.
+        # In the gradient's norm, DeepSpeed counts parameters that are not shards on one rank only.
         sharded = is_counted_slice(parameter)
         parameter.model_parallel = sharded  # type: ignore[attr-defined]
         parameter.tensor_model_parallel = sharded  # type: ignore[attr-defined]
@@ -85,9 +85,9 @@ def initialize(
 
 
 def _look_into(engine: Any, output: Any) -> None:
-    """Hang DeepSpeed's hooks on the tensors of an output of a class that it does not know.
+    """Register DeepSpeed's hooks on the tensors of an output whose class it does not traverse.
 
-    They prepare the backward pass: without them, bfloat16 gradients of one micro-batch stay for
+    They prepare the backward pass: without them, bfloat16 gradients of one micro-batch leak into
     the next.
     """
     from deepspeed.runtime.utils import register_output_backward_hooks  # optional package
@@ -101,10 +101,10 @@ def _look_into(engine: Any, output: Any) -> None:
 
 
 def whole_norm(engine: Any) -> Tensor:
-    """Norm of the whole model's gradient, of an engine without ZeRO.
+    """Norm of the full model's gradient, for an engine without ZeRO.
 
-    DeepSpeed's own leaves out replicated parameters of all stages but the first, counts tied ones
-    in every stage, and fails on parameters without dimensions.
+    DeepSpeed's own norm omits replicated parameters of all stages but the first, counts tied ones
+    in every stage, and fails on 0-dim parameters.
     """
     stages = getattr(engine.mpu, "get_pipe_parallel_group", None)
     return global_norm(
@@ -121,11 +121,11 @@ def _clip_by_whole_norm(engine: Any) -> None:
 
 
 def _undo_first_step(optimizer: Any) -> None:
-    """Take back the step with zero gradients by which some of DeepSpeed's optimizers start.
+    """Undo the step with zero gradients by which some of DeepSpeed's optimizers start.
 
     It counts in Adam's bias correction, and applies weight decay once too often.
     """
-    # The two that keep a whole float32 copy of half-precision parameters, without ZeRO.
+    # The two that keep full float32 copies of half-precision parameters, without ZeRO.
     if type(optimizer).__name__ not in ("FP16_Optimizer", "FP16_UnfusedOptimizer"):
         return
     optimizer.optimizer.state.clear()
@@ -136,10 +136,10 @@ def _undo_first_step(optimizer: Any) -> None:
 
 @contextlib.contextmanager
 def _any_layout(model: nn.Module, dp_group: dist.ProcessGroup) -> Iterator[None]:
-    """Let replicas be made equal whatever the shapes and strides of parameters are.
+    """Let DeepSpeed broadcast parameters of any shape and stride to the replicas.
 
-    DeepSpeed views each parameter as bytes to broadcast it, which needs a contiguous last
-    dimension, and fails on a parameter without dimensions.
+    DeepSpeed views each parameter as bytes to broadcast it. This needs a contiguous last dimension,
+    and fails on a 0-dim parameter.
     """
     scalars: list[Any] = [parameter for parameter in model.parameters() if parameter.dim() == 0]
     source = dist.get_global_rank(dp_group, 0)
@@ -147,7 +147,7 @@ def _any_layout(model: nn.Module, dp_group: dist.ProcessGroup) -> Iterator[None]
         parameter.data = parameter.data.contiguous()
     for scalar in scalars:
         dist.broadcast(scalar.data, src=source, group=dp_group)
-        scalar.ds_optim_param = True  # DeepSpeed's "not replicated"
+        scalar.ds_optim_param = True  # DeepSpeed's mark for "not replicated"
     try:
         yield
     finally:

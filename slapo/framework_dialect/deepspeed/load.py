@@ -1,4 +1,4 @@
-"""DeepSpeed as a package: imported for the right device, and kept quiet."""
+"""Import of DeepSpeed for the right device, without its output."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from slapo.framework_dialect import runtime
 
 
 def import_deepspeed(device: str) -> Any:
-    """DeepSpeed, working on a type of device and on the process group that is running.
+    """Import DeepSpeed for a device type, and attach it to the present process group.
 
-    It chooses its device when it is imported, and takes the accelerator that it finds.
+    DeepSpeed selects its device on import, by default the accelerator that it finds.
     """
     is_set = "DS_ACCELERATOR" in os.environ
     os.environ.setdefault("DS_ACCELERATOR", device)
@@ -37,25 +37,25 @@ def import_deepspeed(device: str) -> Any:
             f"DS_ACCELERATOR={device} in the environment, or make the mesh for the other device"
         )
     if device == "cpu":
-        # Its collectives over shared memory are compiled for most of a minute on first use.
+        # Its shared-memory collectives take most of a minute to compile on first use.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # DeepSpeed asks, now and later, which device is ours; the launcher may not have said.
+    # DeepSpeed reads the device index from here, now and later; the launcher may not have set it.
     accelerated = torch.accelerator.current_accelerator(check_available=True) is not None
     index = torch.accelerator.current_device_index() if accelerated else 0
     os.environ.setdefault("LOCAL_RANK", str(index))
     with quiet():
-        deepspeed.init_distributed()  # takes the process group that is running
+        deepspeed.init_distributed()  # uses the present process group
     return deepspeed
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Mute what DeepSpeed prints, and deprecations in all that it imports."""
+    """Suppress DeepSpeed's output, and deprecation warnings of all its imports."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
         yield
 
 
-#: Ignores deprecations that concern DeepSpeed's code.
+#: Ignores deprecation warnings about DeepSpeed's code.
 quiet_warnings = partial(runtime.quiet_warnings, "deepspeed")

@@ -1,4 +1,4 @@
-"""Scripts that are written for DeepSpeed: its config and topology in, its own engine out."""
+"""Scripts written for DeepSpeed: they pass its config and topology, and get its own engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slapo.mesh import device_of_world
 from slapo.sharding.tags import is_tensor_parallel
 from slapo.utils.calls import as_call
 
-#: Arguments of build that need a mesh -> their entry in the config; None where there is none.
+#: Argument of build that needs a mesh -> its entry in the config; None if there is none.
 _WITH_MESH = {
     "micro_batches": "gradient_accumulation_steps",
     "zero": "zero_optimization.stage",
@@ -37,7 +37,7 @@ _WITH_MESH = {
 
 @dataclass(frozen=True)
 class PlainOptions:
-    """Arguments of a script, checked. `topology` is None for data and tensor parallelism alone."""
+    """Validated arguments of a script. `topology` is None without a pipeline."""
 
     topology: Any
     config: configs.Config
@@ -54,7 +54,7 @@ class PlainOptions:
 
     @classmethod
     def check(cls, sch: Any, config: configs.Config, given: Mapping[str, Any]) -> PlainOptions:
-        """Refuse what cannot work. The config is the user's, loaded."""
+        """Validate the arguments; `config` is the user's, loaded."""
         if not config:
             raise ValueError(
                 "deepspeed: pass mesh=slapo.init_mesh(pp=, dp=, tp=); or config=, and topology= "
@@ -87,9 +87,9 @@ class PlainOptions:
 
 
 def _layout(sch: Any, topology: Any) -> configs.Layout:
-    """Ranks along each dimension; the schedule must shard over the topology's."""
+    """Ranks along each dimension; the schedule must shard over those of the topology."""
     world, device = dist.get_world_size(), device_of_world().type
-    # The default group of a schedule that shards nothing is the world, and means nothing.
+    # A schedule that shards nothing has the world as its default group, which is then irrelevant.
     shards = any(is_tensor_parallel(parameter) for parameter in sch.mod.parameters())
     if topology is None:
         tp = sch.world_size if shards else 1
@@ -129,7 +129,7 @@ def _check_precision(config: configs.Config, layout: configs.Layout) -> None:
 
 
 def lower_plain(lowering: Lowering, options: PlainOptions) -> tuple[Any, Any]:
-    """DeepSpeed's own engine and optimizer."""
+    """Return DeepSpeed's own engine and optimizer."""
     deepspeed = import_deepspeed(options.layout.device)
     pipelined, layout = lowering.n_stages > 1, options.layout
     columns = options.topology.get_axis_comm_lists("pipe") if pipelined else []

@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline made to run stages that exist, exactly. Imports DeepSpeed."""
+"""DeepSpeed's pipeline over existing stages, with corrections. Imports DeepSpeed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LossFn = Callable[[Any, Any], Tensor]
 
 
 class StagePipeline(PipelineModule):
-    """A ``PipelineModule`` of stages that are built already, one for each pipeline rank.
+    """A ``PipelineModule`` of existing stages, one for each pipeline rank.
 
     With `keeps_modes`, DeepSpeed's engine does not set train mode for each batch.
     """
@@ -59,7 +59,7 @@ class StagePipeline(PipelineModule):
             (parameter,) = one.copies
             if parameter.requires_grad and one.group is not None:
                 self._ties.append((parameter, one.group))
-                # The gradient's norm counts it once.
+                # The gradient's norm must count it once.
                 parameter.ds_pipe_replicated = not one.is_counted  # type: ignore[attr-defined]
 
     def train(self, mode: bool = True) -> StagePipeline:
@@ -72,56 +72,54 @@ class StagePipeline(PipelineModule):
 
 
 class StagePipelineEngine(PipelineEngine):
-    """DeepSpeed's pipeline engine, corrected.
-
-    An engine that ``deepspeed.initialize`` has made is turned into one by :meth:`adopt`.
-    """
+    """DeepSpeed's pipeline engine with corrections; see :meth:`adopt`."""
 
     _trains: bool | None = None
     grad_layer: Any
 
-    #: from a micro-batch's inputs to the first stage's tensors; None if they are these already
+    #: converts inputs of a micro-batch to tensors of the first stage; None if they are these
+    #: already
     bind: Callable[[Any], tuple[Tensor, ...]] | None = None
 
-    #: a context for the optimizer's step, entered when all gradients are there
+    #: context of the optimizer's step, entered once all gradients are complete
     around_step: Callable[[], AbstractContextManager[None]] | None = None
 
     @classmethod
     def adopt(cls, engine: PipelineEngine) -> StagePipelineEngine:
-        """Give `engine` the methods of this class."""
-        # deepspeed.initialize takes no class of engines.
+        """Give an engine of ``deepspeed.initialize`` the methods of this class."""
+        # deepspeed.initialize cannot create engines of another class.
         engine.__class__ = cls
         _tolerate_no_gradients(engine.optimizer)
         return engine
 
     @property
     def layer(self) -> StageLayer:
-        """This rank's stage."""
+        """Layer of this rank's stage."""
         return self.module.layer
 
     # --- one batch -------------------------------------------------------------------------------
     def train_batch(self, data_iter: Any = None) -> Tensor:
-        """As DeepSpeed's: takes the micro-batches from `data_iter` one by one."""
+        """Same as DeepSpeed's: takes the micro-batches from `data_iter` one by one."""
         self._prepare(trains=True)
         return super().train_batch(data_iter)
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """As DeepSpeed's."""
+        """Same as DeepSpeed's."""
         self._prepare(trains=False)
         return super().eval_batch(*args, **kwargs)
 
     def _prepare(self, trains: bool) -> None:
-        # DeepSpeed keeps groups in module globals, in which another engine may have left its own.
+        # DeepSpeed keeps groups in module globals, which another engine may have set.
         deepspeed_groups.mpu = self.mpu
         if self.is_pipe_parallel:
             p2p.init_process_groups(self.grid)
         if self._trains is not trains:
-            # Without gradients, other tensors travel as bytes.
+            # Without gradients, more tensors travel as bytes.
             self.reset_activation_shape()
             self._trains = trains
 
     def reset_activation_shape(self) -> None:
-        """Expect micro-batches of another form from here on."""
+        """Reset, so that micro-batches may have another form."""
         super().reset_activation_shape()
         self.layer.forget()
 
@@ -130,7 +128,7 @@ class StagePipelineEngine(PipelineEngine):
             super()._exec_optimizer_step(lr_kwargs)
 
     def _aggregate_total_loss(self) -> Any:
-        # Whoever acts around the step has told all ranks the loss.
+        # The context around the step has sent the loss to all ranks.
         return None if self.around_step is not None else super()._aggregate_total_loss()
 
     def _next_batch(self) -> Any:
@@ -152,7 +150,7 @@ class StagePipelineEngine(PipelineEngine):
         return tuple(room_for(meta, self.device) for meta in told[0])
 
     def _exec_send_grads(self, buffer_id: int) -> None:
-        # A stage may use an input in a way that passes no gradient on.
+        # A stage may use an input without passing a gradient back.
         for tensor in self.pipe_buffers["inputs"][buffer_id]:
             if tensor.is_floating_point() and tensor.grad is None:
                 tensor.grad = torch.zeros_like(tensor)
@@ -163,7 +161,7 @@ class StagePipelineEngine(PipelineEngine):
         if self.is_last_stage() or len(self.grad_layer) < 2:
             super()._exec_backward_pass(buffer_id)
             return
-        # DeepSpeed would walk the stage's graph once for each output.
+        # DeepSpeed would traverse the stage's graph once for each output.
         gradients = self.grad_layer
         root = _Root.apply(gradients, *(t for t in outputs if t.is_floating_point()))
         self.pipe_buffers["outputs"][buffer_id] = (root,)
@@ -182,7 +180,7 @@ class StagePipelineEngine(PipelineEngine):
 
 
 class _Root(torch.autograd.Function):
-    """A number whose gradient with respect to some tensors is what was given."""
+    """A 0-dim tensor whose gradients with respect to some tensors are given."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
@@ -195,10 +193,10 @@ class _Root(torch.autograd.Function):
 
 
 def _tolerate_no_gradients(optimizer: Any) -> None:
-    """Let a rank whose parameters all count elsewhere add nothing to the gradient's norm.
+    """Let a rank without counted parameters add zero to the gradient's norm.
 
-    It may be the second tensor-parallel rank of a stage that shards nothing, and DeepSpeed's
-    bfloat16 optimizer would fail on it, leaving the others to wait.
+    The second tensor-parallel rank of a stage that shards nothing is such a rank. DeepSpeed's
+    bfloat16 optimizer would fail on it, and the other ranks would wait.
     """
     original = getattr(optimizer, "get_grads_for_norm", None)
     if original is None:

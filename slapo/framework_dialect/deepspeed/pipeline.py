@@ -1,4 +1,4 @@
-"""Ties over the stages of a DeepSpeed topology, by the names of the published Slapo."""
+"""Ties over the stages of a DeepSpeed topology, under the names of the published Slapo."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 def analyze_tie_ranks(
     tie_weight_groups: Iterable[set[tuple[str, int]]], topology: Any
 ) -> tuple[list[list[list[int]]], list[list[int]]]:
-    """The ranks that hold each tied parameter.
+    """Return the ranks that hold each tied parameter.
 
     Parameters
     ----------
     tie_weight_groups
-        Of each parameter the ``(name, stage)`` where it stands: the values of
+        For each parameter, its ``(name, stage)`` pairs: the values of
         :func:`slapo.pipeline.analyze_tie_weights`.
     topology
-        DeepSpeed's, or anything whose ``filter_match(pipe=stage)`` gives the stage's ranks.
+        DeepSpeed's, or any object whose ``filter_match(pipe=stage)`` returns the stage's ranks.
 
     Returns
     -------
     tie_ranks
-        Of each parameter, for every place within a stage, the global ranks that share it.
+        For each parameter, and every position within a stage, the global ranks that share it.
     tie_stages
-        Of each parameter, its stages in order.
+        For each parameter, its stages in order.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Target ``"deepspeed"``: its options, checked before anything starts, and its front."""
+"""The target ``"deepspeed"``: its options, validated before anything starts, and its runtime."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from slapo.node import Node
 
 @dataclass(frozen=True)
 class DeepSpeedOptions(TrainingOptions):
-    """Arguments of ``build(sch, target="deepspeed", ...)``, beside :class:`TrainingOptions`.
+    """Arguments of ``build(sch, target="deepspeed")``, in addition to :class:`TrainingOptions`.
 
     Parameters
     ----------
     config
-        DeepSpeed's configuration: a dict, which is not changed, or the path of a JSON file.
-        Arguments given to build need not be in it, and must not contradict it.
+        DeepSpeed's configuration: a dict, which is not modified, or the path of a JSON file.
+        Arguments of build may be left out of it, and must not contradict it.
     zero
-        ZeRO stage: 0 to 3, at most 1 with a pipeline. By default 0, and 1 in half precision.
+        ZeRO stage: 0 to 3, at most 1 with a pipeline. The default is 0, or 1 in half precision.
     topology
         DeepSpeed's, such as ``PipeModelDataParallelTopology``; instead of a mesh, to get
         DeepSpeed's own engine.
@@ -59,11 +59,11 @@ class DeepSpeedOptions(TrainingOptions):
 
 
 class DeepSpeedRuntime(MeshRuntime):
-    """``deepspeed.initialize``, with its ``PipelineModule`` where the schedule cuts stages.
+    """``deepspeed.initialize``, with its ``PipelineModule`` if the schedule cuts stages.
 
-    With ``mesh=``, the engine has the interface of all runtimes, and DeepSpeed's own is its
-    attribute ``engine``. Without, ``config=`` and for a pipeline ``topology=`` give DeepSpeed's own
-    engine and optimizer, as scripts written for DeepSpeed expect them. Options are those of
+    With ``mesh=``, the engine has the interface of all runtimes, and DeepSpeed's own engine is its
+    attribute ``engine``. Without it, ``config=`` (and ``topology=`` for a pipeline) give
+    DeepSpeed's own engine and optimizer, for scripts written for DeepSpeed. Options are those of
     :class:`DeepSpeedOptions`.
     """
 
@@ -94,11 +94,11 @@ class DeepSpeedRuntime(MeshRuntime):
         self.fills_shares = self.settings.zero == 3
 
     def described(self) -> dict[str, Any]:
-        """The options, which must be alike on all ranks."""
+        """Return the options, which must be equal on all ranks."""
         return super().described() if self.plain is None else self.plain.described()
 
     def stages_of_this_rank(self, n_stages: int) -> tuple[int, ...]:
-        """The one stage of this rank's place in the pipeline."""
+        """Return the single stage of this rank."""
         if self.plain is not None:
             check_stage_count(n_stages, self.plain.layout.pp)
             return (self.plain.stage,)
@@ -114,7 +114,7 @@ class DeepSpeedRuntime(MeshRuntime):
             engine = ZeroEngine(lowering, self.options, self.settings)
             engine.drive(self._initialize(deepspeed, lowering, lowering.model, mesh_unit(mesh)))
             return engine, engine.optimizer
-        # Imports DeepSpeed's pipeline.
+        # This module imports DeepSpeed's pipeline.
         from slapo.framework_dialect.deepspeed.pipe import StagePipeline, StagePipelineEngine
 
         engine = PipeEngine(lowering, self.options, self.settings)
@@ -154,7 +154,7 @@ class DeepSpeedRuntime(MeshRuntime):
             mpu=mpu,
             dp_group=self.options.mesh.get_group("dp"),
         )
-        # DeepSpeed has made the optimizer's float32 parameters of rounded ones.
+        # DeepSpeed has created the optimizer's float32 parameters from rounded values.
         if optimizer is not None:
             shares.put_exact(model)
         if exact:

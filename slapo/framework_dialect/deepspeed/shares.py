@@ -1,4 +1,4 @@
-"""ZeRO stage 3 shards parameters as they are created, so that no rank holds the whole model."""
+"""Sharding of parameters at creation for ZeRO stage 3, so that no rank holds the full model."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from slapo.weights.pieces import Pieced
 
 
 class Shares:
-    """Divides parameters over the data-parallel ranks, by DeepSpeed's own ``zero.Init``."""
+    """Shards parameters over the data-parallel ranks, by DeepSpeed's own ``zero.Init``."""
 
     def __init__(self, config: Any, mpu: Any, mesh: DeviceMesh, half: torch.dtype | None) -> None:
         self._config, self._mpu, self._half = config, mpu, half
         self._group, self._rank = mesh.get_group("dp"), mesh.get_local_rank("dp")
         self._divide: Any = None
-        #: parameter -> this rank's range of it in float32, where DeepSpeed has rounded it
+        #: parameter -> this rank's range of it in float32, if DeepSpeed has rounded it
         self.exact: dict[nn.Parameter, Tensor] = {}
 
     def divide(self, tensors: list[Tensor], blank: Collection[int] = ()) -> None:
-        """Give replicas the values of the first one, and leave each a range of every parameter.
+        """Broadcast the first replica's values, and keep only a range of every parameter.
 
         Parameters whose ids are in `blank` have no values, and get none.
         """
@@ -55,11 +55,11 @@ class Shares:
                 self._keep(parameter, whole)
 
     def of(self, held: list[Held]) -> list[Held]:
-        """The parts of tensors that this rank holds; ranges of those that are divided."""
+        """Return the local parts of tensors; of sharded parameters, ranges."""
         return shares_of(held, self._rank)
 
     def put_exact(self, model: nn.Module) -> None:
-        """Set the optimizer's parameters to what was not rounded."""
+        """Set the optimizer's parameters to the values before rounding."""
         from deepspeed.utils import safe_set_local_fp32_param  # optional package
 
         for parameter in model.parameters():
@@ -86,7 +86,7 @@ def _init_class() -> Any:
     import deepspeed  # optional package
 
     class Init(deepspeed.zero.Init):
-        """DeepSpeed's, without its broadcast of the whole: replicas have what they need."""
+        """DeepSpeed's class, without its broadcast of full parameters: replicas are equal."""
 
         def _zero_init_param(self, param: Any) -> None:
             self._convert_to_deepspeed_param(param)
@@ -96,7 +96,7 @@ def _init_class() -> Any:
 
 
 class Share(HeldRange):
-    """A parameter of which ZeRO stage 3 leaves this rank a range."""
+    """A parameter of which this rank holds a range under ZeRO stage 3."""
 
     def parts(self) -> Iterator[tuple[Tensor, Pieced]]:
         flat = cast(Any, self.tensor).ds_tensor
@@ -104,7 +104,7 @@ class Share(HeldRange):
 
 
 def shares_of(held: list[Held], rank: int) -> list[Held]:
-    """The tensors that a data-parallel rank holds; ranges of those that are divided."""
+    """Return the local parts of tensors on a data-parallel rank; of sharded parameters, ranges."""
     return [_share_of(item, rank) if hasattr(item.tensor, "ds_tensor") else item for item in held]
 
 

@@ -1,1 +1,1 @@
-"""Target ``"megatron"``: Megatron-Core's process groups, schedules, DDP and optimizers."""
+"""The target ``"megatron"``: Megatron-Core's process groups, schedules, DDP and optimizers."""

@@ -35,13 +35,9 @@ from slapo.weights.holdings import Held, HeldRange
 
 
 class MegatronEngine(Engine):
-    """Megatron-Core's DDP, schedule and optimizer around the model, or around one stage of it.
+    """Megatron-Core's DDP, schedule and optimizer around the model, or around one of its stages.
 
-    Attributes
-    ----------
-    model : megatron.core.distributed.DistributedDataParallel
-    config : megatron.core.transformer.TransformerConfig
-        What Megatron-Core's schedules read.
+    `model` is Megatron-Core's DDP; `config` is the TransformerConfig that its schedules read.
     """
 
     options: MegatronOptions
@@ -57,7 +53,7 @@ class MegatronEngine(Engine):
         self.config = self._make_config()
         self.model = self._wrap()
         self._is_proven = not options.overlap_grad_reduce
-        # Only where needed: to filter warnings makes Python show a user's own once more.
+        # Only if needed: a warnings filter makes Python show a user's own warnings once more.
         self._quietly: Callable[[], AbstractContextManager[None]]
         self._quietly = quiet if options.distributed_optimizer else nullcontext
         if options.optimizer is not None:
@@ -77,7 +73,7 @@ class MegatronEngine(Engine):
     def _make_config(self) -> Any:
         half, tp = self.options.half, self.mesh.shape[2]
         return megatron_core().transformer.TransformerConfig(
-            # The schedules ask for the form of a transformer and do not use it.
+            # The schedules require transformer sizes but do not use them.
             num_layers=self.lowering.n_stages,
             hidden_size=tp,
             num_attention_heads=tp,
@@ -87,17 +83,17 @@ class MegatronEngine(Engine):
             fp16=half is torch.float16,
             params_dtype=half or torch.float32,
             pipeline_dtype=WIRE_DTYPE,
-            # What is sent is a copy.
+            # Sent outputs are copies.
             deallocate_pipeline_outputs=True,
             gradient_accumulation_fusion=False,
-            cuda_graph_scope=[],  # the default warns of itself
+            cuda_graph_scope=[],  # the default raises a warning
             finalize_model_grads_func=self._finalize,
         )
 
     def _wrap(self) -> Any:
         options = self.options
         fields: dict[str, Any] = {
-            # Replicas and micro-batches would be added up in half precision, and lose small ones.
+            # Sums over replicas and micro-batches in half precision would lose small gradients.
             "grad_reduce_in_fp32": options.half is not None,
             **(options.data_parallel_options or {}),
             "use_distributed_optimizer": options.distributed_optimizer,
@@ -130,7 +126,7 @@ class MegatronEngine(Engine):
         self._run(batch, parts, train=False)
 
     def _run(self, batch: Batch, count: int, train: bool) -> None:
-        """All micro-batches through the schedule."""
+        """Run all micro-batches through the schedule."""
         parts, extra = batch.cut(count, pads=self.lowering.pipelined is not None), {}
         if self.lowering.pipelined is not None:
             parts = self._bind(parts)
@@ -144,7 +140,7 @@ class MegatronEngine(Engine):
                 data_iterator=iter(parts),
                 model=self.model,
                 num_microbatches=len(parts),
-                # Of a transformer's hidden states, in place of which others are sent.
+                # Sizes of a transformer's hidden states, which are not what these stages send.
                 seq_length=1,
                 micro_batch_size=1,
                 forward_only=not train,
@@ -153,7 +149,7 @@ class MegatronEngine(Engine):
         self.chunk.anchor = None
 
     def _forward_step(self, parts: Iterator[Batch], model: Any) -> tuple[Any, Any]:
-        """Megatron-Core's forward step: an output, and what makes a loss of it."""
+        """Forward step for Megatron-Core: an output, and the function that computes its loss."""
         part = next(parts)
         output = model(part)
         return output, partial(self._scheduled_loss, part.targets, self.chunk.anchor)
@@ -161,13 +157,13 @@ class MegatronEngine(Engine):
     def _scheduled_loss(
         self, targets: Any, anchor: Tensor | None, output: Any
     ) -> tuple[Tensor, Tensor]:
-        """The loss to go back from and one to report; the schedule divides the first one."""
+        """Return the loss for backward, which the schedule divides, and one to report."""
         loss = self._loss_of(output, targets) * self.options.micro_batches
         return anchored(loss, anchor), loss.detach().clone()
 
     # --- what crosses boundaries ---------------------------------------------------------------
     def _bind(self, parts: list[Batch]) -> list[Batch]:
-        """Micro-batches as the first stage takes them; boundaries prepared for their form."""
+        """Convert micro-batches to inputs of the first stage; prepare boundaries for their form."""
         pipelined = self.lowering.pipeline
         bound = [pipelined.inputs.take(part.args, part.kwargs) for part in parts]
         boundaries = self._boundaries.of(describe_tensors(pipelined.inputs.names, bound[0]))
@@ -178,7 +174,7 @@ class MegatronEngine(Engine):
         return [Batch(args, {}, part.targets) for args, part in zip(bound, parts, strict=True)]
 
     def _shapes(self, *_: Any) -> tuple[list[Any], list[Any]]:
-        """Shapes of what the schedule receives and sends; both ways over a boundary the same."""
+        """Shapes of received and sent buffers; a boundary has one shape for both directions."""
         arriving, leaving = self.chunk.arriving, self.chunk.leaving
         assert arriving is not None, "told before the schedule runs"
         return [arriving.shape], [arriving.shape if leaving is None else leaving.shape]
@@ -189,11 +185,11 @@ class MegatronEngine(Engine):
         megatron_core().distributed.finalize_model_grads(models, *args, **kwargs)
         for shared in self.shared:
             parameter: Any = shared.copies[0]
-            if parameter.requires_grad:  # Megatron-Core's DDP adds up gradients there
+            if parameter.requires_grad:  # Megatron-Core's DDP accumulates gradients in main_grad
                 dist.all_reduce(parameter.main_grad, group=shared.group)
 
     def _check_overlap(self) -> None:
-        """Megatron-Core counts gradients at the first step, and goes by that later."""
+        """Check the first step, by whose gradients Megatron-Core decides what to wait for later."""
         if not self._is_proven:
             all_ranks_or_none("overlap_grad_reduce", self._check_all_have_gradients)
             self._is_proven = True
@@ -223,20 +219,21 @@ class MegatronEngine(Engine):
                 has_stepped, norm, _ = self.optimizer.step()
         if not has_stepped and self.options.nonfinite == "error":
             self._nonfinite = "not finite"
-        # Without a limit it is 0, as nothing was measured.
+        # Without a limit the norm is not measured, and is reported as 0.
         if norm is not None and self.options.clip_grad_norm is not None:
             self.grad_norm = torch.tensor(float(norm), device=self.device)
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        # A step is left out where scaled gradients of float16 were too large.
+        # A step is skipped if scaled float16 gradients overflow.
         if self.scheduler is not None and has_stepped:
             self.scheduler.step()
 
     def _is_finite(self) -> bool:
-        """Return whether all gradients are finite, where Megatron-Core does not check."""
+        """Return whether all gradients are finite, in cases that Megatron-Core does not check."""
         if self.options.nonfinite == "step" or self.options.half is torch.float16:
             return True
-        # What the distributed optimizer reduces elsewhere is in these buffers too, not yet reduced.
+        # With the distributed optimizer, these buffers also hold unreduced gradients of other
+        # ranks' shards.
         buffers = [b.grad_data for b in (*self.model.buffers, *self.model.expert_parallel_buffers)]
         found = torch.zeros((), device=self.device)
         for buffer in buffers:
@@ -250,7 +247,7 @@ class MegatronEngine(Engine):
             return [replace(held, tensor=getattr(parameter, "main_param", parameter))]
         place = range_of_share(self.optimizer, parameter)
         if place is None:
-            return []  # it is all on other ranks
+            return []  # entirely on other ranks
         cell, start, count = place
         return [HeldRange(held.name, cell, held.origin, held.spec, start, 0, count)]
 
@@ -289,7 +286,7 @@ class MegatronEngine(Engine):
 
     def _backward(self, loss: Tensor) -> None:
         scale = self.config.grad_scale_func
-        # Reduced in step(): there may be several backwards before it.
+        # Reduced in step(), since several backwards may come before it.
         with self.model.no_sync():
             (loss if scale is None else scale(loss)).backward()
 

@@ -1,4 +1,4 @@
-"""Megatron-Core as a package: on a device that it can work on, quiet, with the mesh's groups."""
+"""Import of Megatron-Core: device check, warnings, and process groups of the mesh."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _PARTS = (
     "optimizer",
     "parallel_state",
     "pipeline_parallel",
-    # Imported by the schedules as they run.
+    # Imported by the schedules at run time.
     "transformer.multi_token_prediction",
 )
 
 
 def check_device(mesh: DeviceMesh) -> None:
-    """Refuse a job that Megatron-Core would fail in: it puts its buffers on CUDA by name."""
+    """Refuse a job without CUDA: Megatron-Core creates its buffers on CUDA by name."""
     remedy = 'target="torch" and target="deepspeed" run on any device'
     if not torch.cuda.is_available():
         raise SlapoError(
             'target="megatron" needs CUDA, where Megatron-Core puts its gradient and receive '
             f"buffers, and this process sees no CUDA device; {remedy}"
         )
-    # Asked in Megatron-Core's own words.
+    # Uses the same device string as Megatron-Core.
     theirs = torch.empty(0, device="cuda").device.type
     if mesh.device_type != theirs:
         raise SlapoError(
@@ -48,12 +48,12 @@ def check_device(mesh: DeviceMesh) -> None:
 
 @cache
 def megatron_core() -> Any:
-    """The package ``megatron.core``, with the parts that the runtime uses.
+    """Return the package ``megatron.core`` with the parts that the runtime uses.
 
-    The first call imports them, which takes seconds; so nothing does that on import.
+    The first call imports them, which takes seconds, so it is not done on import of this module.
     """
     with quiet():
-        # It brings most of torch along, whose own deprecations concern no user here.
+        # It imports most of torch, whose own deprecation warnings do not concern users here.
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
         for part in _PARTS:
@@ -67,22 +67,22 @@ def quiet() -> Iterator[None]:
     with quiet_warnings("megatron"):
         # It works without its optional kernels.
         warnings.filterwarnings("ignore", r".*\b(Apex|Transformer Engine)\b.*not installed")
-        # A stage without parameters to train is in order.
+        # A stage without trainable parameters is valid.
         warnings.filterwarnings("ignore", "WARNING: there is no optimizer on RANK")
         yield
 
 
 def initialize_groups(mesh: DeviceMesh) -> None:
-    """Have Megatron-Core's groups of the mesh's sizes, and check that they are the mesh's.
+    """Create Megatron-Core's groups with the mesh's sizes, and check that they match the mesh.
 
-    Groups that are there already are taken, so engines share them and a script may make them by
-    itself. Both number the ranks by tp first, then dp, then pp.
+    Existing groups are reused, so engines share them and a script may create them by itself. Both
+    order the ranks by tp first, then dp, then pp.
     """
     parallel_state = megatron_core().parallel_state
     if parallel_state.model_parallel_is_initialized():
         try:
             dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
-        except (KeyError, ValueError):  # of a torch.distributed that was shut down
+        except (KeyError, ValueError):  # groups of a torch.distributed that was shut down
             parallel_state.destroy_model_parallel()
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(

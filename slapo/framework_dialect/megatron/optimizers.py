@@ -1,4 +1,4 @@
-"""Megatron-Core's optimizers, and the marks of parameters that they go by."""
+"""Megatron-Core's optimizers, and the parameter attributes that they read."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from slapo.wrapper import innermost
 
 
 def mark_parameters(module: nn.Module, shared: Sequence[SharedParameter]) -> None:
-    """Mark slices and copies: what is neither counts once in a norm.
+    """Mark shards and copies; unmarked parameters count once in a norm.
 
-    Megatron-Core's ``partition_stride`` is the number of blocks that are side by side, as in a
-    packed QKV. It marks with ``shared`` those that count elsewhere in a norm, and with
-    ``shared_embedding`` those that the distributed optimizer has to cut alike on all stages.
+    Megatron-Core's ``partition_stride`` is the number of adjacent blocks, as in a packed QKV.
+    ``shared`` marks copies that count on another stage in a norm, and ``shared_embedding`` those
+    that the distributed optimizer must shard equally on all stages.
     """
     blocks = {}
     for part in map(innermost, module.modules()):
@@ -50,7 +50,7 @@ def make_optimizer(
     lowering: Lowering,
     device: torch.device,
 ) -> Any:
-    """Megatron-Core's optimizer for a model under its DDP. A collective of the world."""
+    """Create Megatron-Core's optimizer for a model under its DDP. A collective of the world."""
     if isinstance(options.optimizer, Configured):
         return options.optimizer(model)
     assert options.optimizer is not None, "asked before"
@@ -62,7 +62,7 @@ def make_optimizer(
     config = core.optimizer.OptimizerConfig(
         clip_grad=options.clip_grad_norm or 0.0,
         params_dtype=half or torch.float32,
-        # As on the other targets: with the defaults the first 17 steps are left out.
+        # As on the other targets: the defaults would skip the first 17 steps.
         initial_loss_scale=INITIAL_SCALE,
         hysteresis=1,
         **{name: half is dtype for name, dtype in HALF_NAMES.items()},
@@ -74,17 +74,17 @@ def make_optimizer(
         optimizer = make(inner, config, _scaler(config), _leave)
     optimizer.grad_stats_parallel_group = core.parallel_state.get_model_parallel_group()
     optimizer.tp_group = core.parallel_state.get_tensor_model_parallel_group()
-    # When a state is loaded it looks for groups of its own making, by entries that torch's lack.
+    # On load it looks up groups by entries that torch's groups lack.
     optimizer._filter_and_reorder_param_groups = lambda present, loaded: loaded
     return optimizer
 
 
 def _leave(*_: Any) -> None:
-    """State is created by the first step."""
+    """No initialization: the first step creates the state."""
 
 
 def _scaler(config: Any) -> Any:
-    """Loss scaling as get_megatron_optimizer sets it up; None for bfloat16, which needs none."""
+    """Loss scaling as in get_megatron_optimizer; None for bfloat16, which needs none."""
     if not config.fp16:
         return None
     return megatron_core().optimizer.grad_scaler.DynamicGradScaler(
@@ -98,7 +98,7 @@ def _scaler(config: Any) -> Any:
 
 
 def chained(optimizer: Any) -> list[Any]:
-    """The optimizers that one of Megatron-Core consists of."""
+    """Return the optimizers inside a Megatron-Core optimizer."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
@@ -115,7 +115,7 @@ def range_of_share(optimizer: Any, parameter: Any) -> tuple[Tensor, int, int] | 
 
 @torch.no_grad()
 def set_masters(optimizer: Any, values: Mapping[nn.Parameter, Tensor]) -> None:
-    """Put values in the float32 copies of parameters that Megatron-Core's optimizer keeps."""
+    """Copy values into the float32 copies that Megatron-Core's optimizer keeps."""
     for parameter, value in values.items():
         master = getattr(parameter, "main_param", None)
         if master is None:
@@ -128,7 +128,7 @@ def set_masters(optimizer: Any, values: Mapping[nn.Parameter, Tensor]) -> None:
 
 
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
-    """The torch optimizer inside of one of Megatron-Core; None where nothing is trained."""
+    """Return the torch optimizer inside a Megatron-Core optimizer; None if nothing is trained."""
     parts = chained(optimizer)
     if len(parts) != 1:
         raise SlapoError(

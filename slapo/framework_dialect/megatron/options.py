@@ -1,4 +1,4 @@
-"""Options of the target ``"megatron"``, of which an ``OptimizerConfig`` may set some."""
+"""Options of the target ``"megatron"``; an ``OptimizerConfig`` may set some of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slapo.framework_dialect.megatron.load import megatron_core
 from slapo.framework_dialect.options import FLAG, Rule, TrainingOptions
 from slapo.framework_dialect.precision import HALF_NAMES
 
-#: Fields of Megatron-Core's ``DistributedDataParallelConfig`` that may be given.
+#: Fields of Megatron-Core's ``DistributedDataParallelConfig`` that users may set.
 DATA_PARALLEL_FIELDS = (
     "average_in_collective",
     "bucket_size",
@@ -23,32 +23,31 @@ DATA_PARALLEL_FIELDS = (
     "reduce_scatter_with_fp32_accumulation",
 )
 
-# Gathered in hooks of modules, which a stage that uses a parameter in its own graph does not call.
+# These gather in module hooks, which do not run if a stage uses a parameter in its own graph.
 _REFUSED_FIELDS = ("overlap_param_gather", "overlap_param_gather_with_optimizer_step")
 
 
 @dataclass(frozen=True)
 class MegatronOptions(TrainingOptions):
-    """Arguments of ``build(sch, target="megatron", ...)``, beside :class:`TrainingOptions`.
+    """Arguments of ``build(sch, target="megatron", ...)``, in addition to :class:`TrainingOptions`.
 
     Parameters
     ----------
     optimizer
-        Either ``megatron.core.optimizer.OptimizerConfig``, for Megatron-Core's own optimizers, or
-        a callable from a list of parameters to a torch optimizer, which Megatron-Core's
-        ``FP32Optimizer``, or in half precision ``Float16OptimizerWithFloat16Params``, then drives.
+        A ``megatron.core.optimizer.OptimizerConfig`` selects Megatron-Core's own optimizers. A
+        callable from a list of parameters to a torch optimizer is driven by Megatron-Core's
+        ``FP32Optimizer``, or by ``Float16OptimizerWithFloat16Params`` in half precision.
     clip_grad_norm
-        With an ``OptimizerConfig``, None leaves its ``clip_grad``, which is 1.0 by default.
+        With an ``OptimizerConfig``, None keeps its ``clip_grad``, which is 1.0 by default.
     lr_scheduler
-        ``lr_scheduler(optimizer)`` gets the torch optimizer inside of Megatron-Core's.
+        ``lr_scheduler(optimizer)`` gets the torch optimizer inside Megatron-Core's.
     distributed_optimizer
-        Share out the optimizer's state over the data-parallel ranks; with an ``OptimizerConfig`` of
-        Adam only.
+        Shard the optimizer's state over the data-parallel ranks; only with an ``OptimizerConfig``
+        of Adam.
     overlap_grad_reduce
-        Reduce gradients while backward goes on. All parameters must have one in every backward.
+        Reduce gradients during backward. All parameters must have one in every backward.
     data_parallel_options
-        Fields of Megatron-Core's ``DistributedDataParallelConfig``: those in
-        `DATA_PARALLEL_FIELDS`.
+        Fields of Megatron-Core's ``DistributedDataParallelConfig``, from `DATA_PARALLEL_FIELDS`.
     """
 
     distributed_optimizer: bool = False
@@ -74,18 +73,18 @@ class MegatronOptions(TrainingOptions):
 
 @dataclass(frozen=True)
 class Configured:
-    """Megatron-Core's own optimizer, as a complete configuration of it describes it."""
+    """Megatron-Core's own optimizer, described by a complete configuration."""
 
     config: Any
 
     def __call__(self, model: Any) -> Any:
-        """The optimizer of a model under Megatron-Core's DDP."""
+        """Create the optimizer of a model under Megatron-Core's DDP."""
         make = megatron_core().optimizer.get_megatron_optimizer
         return make(self.config, [model], use_gloo_process_groups=False)
 
 
 def resolve(options: Mapping[str, Any], model: nn.Module) -> MegatronOptions:
-    """The options of build for a model, some of which an ``OptimizerConfig`` may have set."""
+    """Return the options of build for a model, some of which an ``OptimizerConfig`` may set."""
     given = dict(options)
     config = given.get("optimizer")
     if not isinstance(config, megatron_core().optimizer.OptimizerConfig):
@@ -104,7 +103,7 @@ def resolve(options: Mapping[str, Any], model: nn.Module) -> MegatronOptions:
             f"the OptimizerConfig is for {half} and dtype is {given['dtype']}; pass one of them"
         )
     given["dtype"] = half or given.get("dtype")
-    # Not a callable, which all other options are checked with.
+    # Wrapped in a callable, since the options are validated as on other targets.
     checked = MegatronOptions.of("megatron", {**given, "optimizer": Configured(config)}, model)
     complete = _complete(config, checked)
     return replace(
@@ -116,7 +115,7 @@ def resolve(options: Mapping[str, Any], model: nn.Module) -> MegatronOptions:
 
 
 def _complete(config: Any, options: MegatronOptions) -> Any:
-    """The configuration with the arguments of build."""
+    """Merge the arguments of build into the configuration."""
     wrong = [name for name in _REFUSED_FIELDS if getattr(config, name)]
     if wrong:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The front of target ``"megatron"``."""
+"""The runtime of target ``"megatron"``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slapo.node import Node
 
 
 class MegatronRuntime(MeshRuntime):
-    """Megatron-Core: its process groups, 1F1B schedule, DDP and optimizers. It needs CUDA.
+    """Megatron-Core: its process groups, 1F1B schedule, DDP and optimizers. Requires CUDA.
 
     Options are those of :class:`slapo.framework_dialect.megatron.options.MegatronOptions`.
     """
@@ -31,7 +31,7 @@ class MegatronRuntime(MeshRuntime):
         check_groups(sch, self.options.mesh)
 
     def lower(self, lowering: Lowering) -> tuple[Any, Any]:
-        # torch's fsdp, which it imports for a helper beside, takes two seconds.
+        # It imports torch's fsdp for a helper, which takes two seconds.
         from slapo.framework_dialect.megatron.engine import MegatronEngine
 
         initialize_groups(self.options.mesh)

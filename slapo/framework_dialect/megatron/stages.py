@@ -1,9 +1,9 @@
-"""A scheduled model, or its stage, as Megatron-Core's schedules call it.
+"""A scheduled model, or one of its stages, as Megatron-Core's schedules call it.
 
-These send one tensor of one dtype over a boundary. A stage of ours may send several: hidden states,
-masks, position tables, numbers of tokens. Their bytes travel side by side in a buffer, which comes
-back with the gradients of those that have any. Bytes are copied and never computed with, since
-they are not values of the buffer's dtype.
+These send one tensor of one dtype over a boundary, but a stage may send several: hidden states,
+masks, position tables, token counts. Their bytes are packed side by side in a buffer, which returns
+with the gradients of the tensors that have any. The bytes are not values of the buffer's dtype, so
+they are copied and never computed with.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from slapo.framework_dialect.batches import Batch
 from slapo.framework_dialect.megatron.load import megatron_core
 from slapo.pipeline.boundaries import Boundary, TensorMeta
 
-#: Of all buffers. Megatron-Core wants their gradients, so it is a dtype that can have one.
+#: Dtype of all buffers. Megatron-Core requires their gradients, so it has to be differentiable.
 WIRE_DTYPE = torch.float32
 
-# Every tensor starts at a multiple of this: the largest element has so many bytes.
+# Alignment in bytes of every tensor: the size of the largest element.
 _ALIGNMENT = 16
 
 
 class ModelChunk(nn.Module):
     """The part of the model on this rank, as a ``model_provider`` of Megatron-Core returns it.
 
-    `arriving` and `leaving` are the layouts of the boundaries before and after it; `anchor` is what
-    the loss has to hang on, see :func:`unpack`.
+    `arriving` and `leaving` are the layouts of the boundaries before and after it. The loss has to
+    depend on `anchor`, see :func:`unpack`.
     """
 
-    # Megatron-Core asks for it. Other parameters than its embedding and output layer may be tied
-    # too, so ties are summed elsewhere.
+    # Read by Megatron-Core. Ties are summed elsewhere, since other parameters than its embedding
+    # and output layer may be tied too.
     share_embeddings_and_output_weights = False
 
     def __init__(self, part: nn.Module, index: int, n_stages: int) -> None:
@@ -49,11 +49,11 @@ class ModelChunk(nn.Module):
         self._received: Tensor | None = None
 
     def set_input_tensor(self, received: Any) -> None:
-        """Take what the schedule received; None in the first stage."""
+        """Store the tensor received by the schedule; None in the first stage."""
         self._received = received[0] if isinstance(received, list) else received
 
     def forward(self, batch: Batch) -> Any:
-        """The model's output in the last stage; before it, a buffer to send."""
+        """Return the model's output in the last stage, and a buffer to send in the others."""
         if self.pre_process:
             output = self.part(*batch.args, **batch.kwargs)
         else:
@@ -70,7 +70,7 @@ class ModelChunk(nn.Module):
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """The place of each tensor of a boundary in the buffer.
+    """Offsets of a boundary's tensors in the buffer.
 
     Examples
     --------
@@ -92,22 +92,22 @@ class BufferLayout:
 
     @property
     def shape(self) -> tuple[int]:
-        """The length of the buffer; never 0, since an empty message may not be sent."""
+        """Length of the buffer; never 0, since an empty message may not be sent."""
         return (max(self.ends[-1], _ALIGNMENT) // WIRE_DTYPE.itemsize,)
 
     def read(self, buffer: Tensor) -> list[Tensor]:
-        """The tensors in a buffer, which share its memory."""
+        """Return the tensors in a buffer, which share its memory."""
         whole = buffer.detach().contiguous()
         memory, first = whole.untyped_storage(), whole.storage_offset() * WIRE_DTYPE.itemsize
         tensors = []
         for meta, start in zip(self.tensors, self.ends[:-1], strict=True):
-            # No view: autograd would watch over all of them as parts of one tensor.
+            # Not a view: autograd would track all of them as parts of one tensor.
             tensor: Any = torch.empty(0, dtype=meta.dtype, device=whole.device)
             tensors.append(tensor.set_(memory, (first + start) // meta.dtype.itemsize, meta.shape))
         return tensors
 
     def write(self, values: Sequence[Tensor | None], device: torch.device) -> Tensor:
-        """A buffer with these values; zeros where there is none."""
+        """Return a buffer with these values; zeros for None."""
         make = torch.zeros if any(value is None for value in values) else torch.empty
         buffer = make(self.shape, dtype=WIRE_DTYPE, device=device)
         for place, value in zip(self.read(buffer), values, strict=True):
@@ -117,7 +117,7 @@ class BufferLayout:
 
 
 def pack(layout: BufferLayout, tensors: Sequence[Tensor], anchor: Tensor | None) -> Tensor:
-    """One buffer of all tensors, through which gradients go back to them and to the anchor."""
+    """Pack all tensors into one buffer, which passes gradients to them and to the anchor."""
     for meta, tensor in zip(layout.tensors, tensors, strict=True):
         found = TensorMeta.of(meta.name, tensor)
         loses_gradient = found.requires_grad and not meta.requires_grad
@@ -131,17 +131,17 @@ def pack(layout: BufferLayout, tensors: Sequence[Tensor], anchor: Tensor | None)
 
 
 def unpack(layout: BufferLayout, buffer: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The tensors in a buffer, and an anchor.
+    """Return the tensors in a buffer, and an anchor.
 
-    The output of the stage has to hang on the anchor too (:func:`pack`, :func:`anchored`): so the
-    buffer has a gradient, which the stage before waits for, also if no tensor in it has one.
+    The output of the stage has to depend on the anchor too (:func:`pack`, :func:`anchored`). Then
+    the buffer has a gradient, which the previous stage waits for, even if no tensor in it has one.
     """
     anchor, *tensors = _Unpack.apply(layout, buffer)
     return tuple(tensors), anchor
 
 
 def anchored(loss: Tensor, anchor: Tensor | None) -> Tensor:
-    """A copy of the loss of the last stage that hangs on the anchor."""
+    """Return a copy of the last stage's loss that depends on the anchor."""
     if anchor is None:
         return loss.clone()
     copy: Tensor = _Anchored.apply(loss, anchor)

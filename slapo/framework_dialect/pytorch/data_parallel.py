@@ -1,4 +1,4 @@
-"""Data parallelism by DDP, or by FSDP2: shares of parameters, replicas of shares, or both."""
+"""Data parallelism by DDP, or by FSDP2 with shards, replicas of shards, or both."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from slapo.sharding.tags import forget_hook, summed_over, tags_of
 
 
 def fsdp_units(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules that FSDP2 gathers one at a time, outermost first.
+    """Yield the modules that FSDP2 gathers one at a time, outermost first.
 
-    These are the items of lists, and siblings of one class that are made of others, such as
-    ``block1`` and ``block2``, where there are no lists in them.
+    These are the items of lists. Without lists inside, they are also siblings of one class that
+    have submodules, such as ``block1`` and ``block2``.
     """
     children = [child for child in module.children() if any(True for _ in child.parameters())]
     if _is_list(module):
@@ -42,14 +42,14 @@ def fsdp_units(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_list(module: nn.Module) -> bool:
-    # In a stage lists became plain modules, whose children have numbers for names.
+    # In a stage, lists are plain modules whose children have numeric names.
     names = [name for name, _ in module.named_children()]
     numbered = bool(names) and all(name.isdigit() for name in names)
     return numbered or isinstance(module, nn.ModuleDict)
 
 
 def _untied(module: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-    """Units that share no parameter with anything outside; others are gathered with the root."""
+    """Units that share no parameter with other modules; the rest is gathered with the root."""
     within = [{id(p) for p in unit.parameters()} for unit in units]
     inner = {id(m) for unit in units for m in unit.modules()}
     outside = (m for m in module.modules() if id(m) not in inner)
@@ -60,9 +60,9 @@ def _untied(module: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
 
 
 def shard_mesh(mesh: DeviceMesh, shard_size: int) -> DeviceMesh:
-    """The data-parallel ranks as replicas of shards. A collective of the world.
+    """Return the data-parallel ranks as replicas of shards. A collective of the world.
 
-    Neighbors shard parameters; where these are all of dp there is one dimension only.
+    Neighbors shard parameters; with a single replica the mesh has one dimension only.
     """
     pp, dp, tp = mesh.shape
     if shard_size == dp:
@@ -75,7 +75,7 @@ def shard_mesh(mesh: DeviceMesh, shard_size: int) -> DeviceMesh:
 
 
 def check_parallel_options(given: Mapping[str, Any], sharded: bool, pipelined: bool) -> None:
-    """Refuse names that ``fully_shard`` or DDP do not have; pipelines do without DDP."""
+    """Refuse options unknown to ``fully_shard`` or DDP; pipelines do not use DDP."""
     if given and pipelined and not sharded:
         raise TypeError(
             f"data_parallel_options has {sorted(given)}, and in a pipeline gradients are averaged "
@@ -92,7 +92,7 @@ _OURS = {"module", "mesh", "process_group", "device_ids", "output_device"}
 
 
 def refuse_sharded(module: nn.Module) -> None:
-    """Refuse a model that FSDP2 holds already."""
+    """Refuse a model that FSDP2 already holds."""
     if any(isinstance(m, FSDPModule) for m in module.modules()):
         raise SlapoError(
             'this model was built with data_parallel="fsdp", or in half precision, before; create '
@@ -106,16 +106,16 @@ def shard_parameters(
     options: Mapping[str, Any],
     half: torch.dtype | None = None,
 ) -> list[FSDPModule]:
-    """Share out the parameters over data-parallel ranks (FSDP2), in place.
+    """Shard the parameters over data-parallel ranks in place (FSDP2).
 
-    `over` has one dimension of shards, or two: replicas and shards. Tags of parameters go over to
-    the new ones. Returns the modules that are gathered at one time, the outermost last.
+    `over` has one dimension of shards, or two: replicas and shards. Tags are copied to the new
+    parameters. Returns the modules that are gathered one at a time, the outermost last.
     """
     given = dict(options)
     if half is not None:
-        # An optimizer's small steps need it.
+        # An optimizer's small steps need float32.
         cast_parameters(module, torch.float32)
-        # Inputs are cast where they enter the model: what stages and layers pass on, they mean.
+        # Inputs are cast where they enter the model. Dtypes between stages and layers are intended.
         given.setdefault(
             "mp_policy",
             MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False),
@@ -130,10 +130,10 @@ def shard_parameters(
 
 
 def _include_unused(sharded: Sequence[FSDPModule]) -> None:
-    """Have parameters without a gradient take part in reductions, by one of zero.
+    """Make parameters without a gradient take part in reductions with zeros.
 
-    Replicas may use different parameters, as of experts, and one's gradients would be added to
-    another's.
+    Replicas may use different parameters, such as experts, and gradients of different parameters
+    would be summed.
     """
     include = getattr(sharded[-1], "set_reduce_scatter_unused_params", None)
     if include is None:  # older releases of torch
@@ -145,7 +145,7 @@ def _include_unused(sharded: Sequence[FSDPModule]) -> None:
 
 
 def _post_backward(group: Any, reduce: Callable[..., None], *args: Any) -> None:
-    """Sums of micro-batches are of float32 in half precision; so are those of one, or of none."""
+    """Reduce a group, with single and absent gradients in the dtype of accumulated ones."""
     params = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
     if group.reduce_grads and any(p.unsharded_accumulated_grad is not None for p in params):
         for param in params:
@@ -158,10 +158,10 @@ def _post_backward(group: Any, reduce: Callable[..., None], *args: Any) -> None:
 
 @contextmanager
 def gathered_at_once(sharded: Sequence[FSDPModule], training: bool) -> Iterator[None]:
-    """A context in which replicas may go through different units.
+    """Context in which replicas may use different units.
 
     All units are gathered at its start, and their gradients are reduced at its end, in one order on
-    all replicas; parameters without a gradient have one of zero.
+    all replicas; missing gradients count as zeros.
     """
     root: Any = sharded[-1]._get_fsdp_state()
     root._lazy_init()
@@ -192,12 +192,12 @@ def gathered_at_once(sharded: Sequence[FSDPModule], training: bool) -> Iterator[
 
 def _groups_of(part: FSDPModule) -> list[Any]:
     state: Any = part._get_fsdp_state()
-    # Older releases of torch have one, or none.
+    # Older releases of torch have one group, or none.
     return getattr(state, "_fsdp_param_groups", None) or [g for g in [state._fsdp_param_group] if g]
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any]) -> nn.Module:
-    """The module under DDP; the module itself where there is one replica only."""
+    """Wrap the module in DDP; with a single replica, return it unchanged."""
     if mesh.shape[1] == 1 or not any(p.requires_grad for p in module.parameters()):
         return module
     # The values were compared before.
@@ -207,7 +207,7 @@ def replicate(module: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any]) -
 
 @contextmanager
 def without_sync(module: nn.Module) -> Iterator[None]:
-    """A context in which backward adds up gradients here only."""
+    """Context in which backward accumulates gradients locally."""
     if isinstance(module, DistributedDataParallel):
         with module.no_sync():
             yield
@@ -223,7 +223,7 @@ def without_sync(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_sharding(module: nn.Module) -> Iterator[None]:
-    """A context in which calls gather no parameters: a caller has put others in their places."""
+    """Context in which calls gather no parameters, since the caller has replaced them."""
     hooks: list[tuple[Any, dict[int, Any]]] = []
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -244,9 +244,9 @@ def without_sharding(module: nn.Module) -> Iterator[None]:
 def partial_sums(
     module: nn.Module, group: dist.ProcessGroup | None
 ) -> list[tuple[list[nn.Parameter], dist.ProcessGroup]]:
-    """Parameters whose gradients are partial sums, from now on, and over which ranks.
+    """Return parameters whose gradients stay partial from now on, with the groups to sum over.
 
-    Their own hooks, which sum them in each backward pass, do so no more.
+    Removes their own hooks, which would sum the gradients in each backward pass.
     """
     found: dict[int, tuple[list[nn.Parameter], dist.ProcessGroup]] = {}
     for parameter in module.parameters():

@@ -48,7 +48,7 @@ from slapo.weights.holdings import Held
 
 
 class TorchEngineBase(Engine):
-    """The optimizer's step, after scaling and clipping over all ranks."""
+    """Optimizer step with loss scaling, and clipping over all ranks."""
 
     options: TorchOptions
 
@@ -56,11 +56,11 @@ class TorchEngineBase(Engine):
         super().__init__(lowering, options)
         scaled = torch.float16 in (options.half, options.autocast)
         self._loss_scale = LossScale() if scaled else None
-        #: over which FSDP2 shards parameters; None without it
+        #: mesh over which FSDP2 shards parameters; None without it
         self.sharding = None
         self._sharded: list[FSDPModule] = []
         if options.data_parallel == "fsdp" or options.half is not None:
-            # Without shares, FSDP2 keeps the float32 copies of parameters all the same.
+            # Without shards, FSDP2 still keeps the float32 copies of parameters.
             everything = self.mesh.shape[1] if options.data_parallel == "fsdp" else 1
             self.sharding = shard_mesh(self.mesh, options.shard_size or everything)
             if self.sharding.size() > 1:
@@ -71,12 +71,12 @@ class TorchEngineBase(Engine):
     def _check_model(self) -> None:
         refuse_sharded(self.module)
 
-    #: true if the optimizer has stepped, in a step that is not over
+    #: true between the optimizer's step and the end of the training step
     _has_stepped = False
 
     def _make_optimizer(self) -> None:
-        # One collective sums them at the end of a step: over micro-batches, and after the averages
-        # over replicas, as sums may come in any order.
+        # One collective sums them at the end of a step, over micro-batches and after the averages
+        # over replicas, since the order of sums is irrelevant.
         self._partial_sums = partial_sums(self.module, self.lowering.tp_group)
         self._parameters = list(self.module.parameters())
         if self.options.optimizer is not None:
@@ -84,18 +84,18 @@ class TorchEngineBase(Engine):
             self.optimizer = make_optimizer(self.options.optimizer, named, self.device)
             place_steps(self.optimizer, self.lowering, self._ranks_of_parts)
             stepped = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-            #: whose gradients the optimizer's zero_grad() would leave
+            #: parameters whose gradients the optimizer's zero_grad() does not reset
             self._others = [p for _, p in named if id(p) not in stepped]
             self.scheduler = make_scheduler(self.options.lr_scheduler, self.optimizer)
 
     def _ranks_of_parts(self) -> dist.ProcessGroup | None:
-        """The ranks of this stage that hold parts of one tensor. A collective of the world."""
+        """Group of this stage's ranks that hold shards of one tensor. A collective of the world."""
         if self.sharding is None:
             return self.lowering.tp_group
         return group_among(self.mesh.mesh.flatten(1).tolist())
 
     def _is_counted(self, parameter: nn.Parameter) -> bool:
-        """Return whether the parameter counts here in the norm of the whole model's gradient."""
+        """Return whether the parameter counts on this rank in the norm of the full gradient."""
         return True
 
     def _loss_of(self, output: Any, targets: Any) -> Tensor:
@@ -133,11 +133,11 @@ class TorchEngineBase(Engine):
         return without_sharding(self.module)
 
     def _drop_gathered(self) -> None:
-        """Whole parameters that FSDP2 keeps after a forward without backward are not of now."""
+        """Reshard full parameters left by a forward without backward, which would become stale."""
         for part in self._sharded:
             part.reshard()
 
-    renew_masters = _drop_gathered  # shards are the masters: only what was gathered of them is old
+    renew_masters = _drop_gathered  # shards are the masters: only gathered copies are stale
 
     def held(self) -> list[Held]:
         self._drop_gathered()
@@ -163,7 +163,7 @@ class TorchEngineBase(Engine):
             reduce_gradients(parameters, group, mean=False)
 
     def _clip(self, parameters: list[nn.Parameter], scale: Tensor | None) -> Tensor | None:
-        """Take the norm where it is wanted; returns what gradients are to be multiplied by."""
+        """Measure the norm if needed; return the factor for gradients, or None."""
         limit = self.options.clip_grad_norm
         if limit is None and self._loss_scale is None and self.options.nonfinite == "step":
             return scale
@@ -206,9 +206,9 @@ _UNUSED = (
 
 
 class TorchEngine(TorchEngineBase):
-    """DDP or FSDP2 around a model that runs in one piece."""
+    """DDP or FSDP2 around a model without pipeline stages."""
 
-    #: of a step: whether all layers are gathered at once, and whether to compare what replicas use
+    #: flags of a step: all layers are gathered at once; used parameters are compared over replicas
     _is_apart = _is_to_compare = False
 
     def __init__(self, lowering: Lowering, options: TorchOptions) -> None:
@@ -219,10 +219,11 @@ class TorchEngine(TorchEngineBase):
                 f"data_parallel_options has static_graph, with which DDP cannot add up gradients "
                 f"of micro_batches={options.micro_batches}; leave it out, or pass micro_batches=1"
             )
-        #: what is called: the model, under DDP where there are replicas
+        #: the module to call: the model, under DDP if there are replicas
         self.runner: nn.Module = self.module
         self._compile(self.module)
-        #: true if replicas may use different parameters: DDP looks for them, and FSDP2 does by this
+        #: true if replicas may use different parameters: DDP searches for them, FSDP2 gathers all
+        #: at once
         self._may_differ = bool(extra.get("find_unused_parameters"))
         if self.sharding is not None:
             extra.pop("find_unused_parameters", None)
@@ -235,7 +236,7 @@ class TorchEngine(TorchEngineBase):
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         chosen = self.options.autocast
-        # Without one, a context that the caller has entered holds.
+        # Without one, the caller's autocast context applies.
         with nullcontext() if chosen is None else autocasting(self.device, chosen):
             return self._explained(lambda: self.runner(*args, **kwargs))
 
@@ -254,7 +255,7 @@ class TorchEngine(TorchEngineBase):
 
     def _reduce_gradients(self) -> None:
         if isinstance(self.runner, DistributedDataParallel):
-            # By its name private, but documented for this: to be called after a backward.
+            # Private by name, but documented to be called after a backward.
             self._explained(self.runner._check_reducer_finalized)
         super()._reduce_gradients()
 
@@ -293,10 +294,10 @@ class TorchEngine(TorchEngineBase):
             return super()._loss(part)
 
     def _discard_gradients(self) -> bool:
-        # DDP and FSDP2 keep sums of their own, and count what is still to come.
+        # DDP and FSDP2 keep their own sums, and count pending gradients.
         if self.runner is not self.module or self.sharding is not None:
             return False
-        if self._has_stepped:  # and the scheduler has failed, which cannot be taken back
+        if self._has_stepped:  # the scheduler failed after the step, which cannot be undone
             return False
         for parameter in self.parameters():
             parameter.grad = None

@@ -15,23 +15,23 @@ from slapo.framework_dialect.pytorch.placement import SCHEDULES, PipelineSchedul
 
 @dataclass(frozen=True)
 class TorchOptions(TrainingOptions):
-    """Arguments of ``build(sch, target="torch", ...)``, beside :class:`TrainingOptions`.
+    """Arguments of ``build(sch, target="torch", ...)``, in addition to :class:`TrainingOptions`.
 
     Parameters
     ----------
     pipeline_schedule
         ``"1f1b"``, ``"gpipe"``, ``"interleaved_1f1b"``, ``"zero_bubble"`` or ``"zbv"``.
     data_parallel
-        ``"ddp"``: every rank holds all parameters. ``"fsdp"``: FSDP2, each holds a share.
+        ``"ddp"``: parameters are replicated. ``"fsdp"``: they are sharded by FSDP2.
     shard_size
-        With ``"fsdp"``: the number of neighboring data-parallel ranks that shard the
-        parameters, and of which there are replicas (HSDP). None: all of them.
+        With ``"fsdp"``: number of adjacent data-parallel ranks that shard the parameters; groups
+        of these are replicas (HSDP). None: all data-parallel ranks.
     data_parallel_options
-        For ``DistributedDataParallel`` or ``fully_shard``.
+        Options of ``DistributedDataParallel`` or ``fully_shard``.
     autocast
-        A dtype for ``torch.autocast`` around the model and the loss; parameters stay as they are.
+        Dtype of ``torch.autocast`` around the model and the loss; parameters keep their dtype.
     compile
-        ``True``, or options of ``torch.compile``: the model, or each stage of it, is compiled.
+        ``True``, or options of ``torch.compile``: the model, or each of its stages, is compiled.
     """
 
     pipeline_schedule: str = "1f1b"
@@ -67,5 +67,5 @@ class TorchOptions(TrainingOptions):
 
     @property
     def schedule(self) -> PipelineSchedule:
-        """The order of micro-batches in a pipeline."""
+        """Order of micro-batches in a pipeline."""
         return SCHEDULES[self.pipeline_schedule]

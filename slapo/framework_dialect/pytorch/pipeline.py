@@ -20,16 +20,16 @@ from slapo.framework_dialect.runtime import Boundaries, Lowering
 from slapo.pipeline import Stage
 from slapo.pipeline.boundaries import Boundary, autocasting, describe_tensors
 
-#: Shapes of micro-batches for which a torch schedule is kept: of training and of evaluation.
+#: Number of torch schedules kept, for shapes of micro-batches in training and evaluation.
 _RUNS_KEPT = 4
 
 
 class StageRunner(nn.Module):
-    """A stage as ``PipelineStage`` calls it; the last one goes on to the loss.
+    """A stage as ``PipelineStage`` calls it; the last one also computes the loss.
 
-    The logits of a micro-batch are thus gone when its loss is computed, and what leaves the
-    pipeline is one number for each. The numbers of micro-batches enter it, and the first stage
-    looks up their inputs: torch would cut these along the first axis.
+    So the logits of a micro-batch are freed once its loss is computed, and the pipeline returns
+    only losses. The pipeline's inputs are micro-batch indices, by which the first stage looks up
+    its tensors: torch would split these along the first axis.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class StageRunner(nn.Module):
     ) -> None:
         super().__init__()
         self.stage = stage
-        #: of the next micro-batch: a stage gets them in order
+        #: index of the next micro-batch: a stage gets them in order
         self.number = 0
         self._own_outputs = own_outputs
         self._inputs_of, self._loss_of = inputs_of, loss_of
@@ -65,7 +65,7 @@ class StageRunner(nn.Module):
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """A split backward sends the gradient of an input as it is, and messages are contiguous."""
+    """Makes an input's gradient contiguous for sending, which a split backward does not."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -77,16 +77,16 @@ class _ContiguousGradient(torch.autograd.Function):
 
 
 def _owned(tensor: Tensor) -> Tensor:
-    """A split backward detaches outputs in place, and FSDP2 hooks them: both not on views."""
+    """Clone views: a split backward detaches outputs in place, and FSDP2 hooks them."""
     return tensor.clone() if tensor._is_view() else tensor
 
 
 class TrainingStage(pipelining.PipelineStage):
-    """A stage that is trained, below stages that are not as well.
+    """A training stage that may follow stages without trainable parameters.
 
-    A split backward finds the parameters of a stage on the way from its outputs to what it has
-    received. Where nothing that was received needs a gradient there is no way, and torch would pass
-    all parameters over: the whole backward is then run at the time of its second half.
+    A split backward finds the parameters of a stage on the paths from its outputs to its received
+    tensors. If none of these needs a gradient there is no path, and torch would miss all
+    parameters. The full backward then runs in place of the second half.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -100,7 +100,7 @@ class TrainingStage(pipelining.PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """The backward of a micro-batch, or its first half."""
+        """Run the backward of a micro-batch, or its first half."""
         splits = not (full_backward or self.is_first)
         received = self.fwd_cache[bwd_chunk_id][1] if splits else ()
         if not splits or any(isinstance(t, Tensor) and t.requires_grad for t in received):
@@ -115,7 +115,7 @@ class TrainingStage(pipelining.PipelineStage):
         self.bwd_cache[bwd_chunk_id] = (None,) * len(received)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """The second half."""
+        """Run the second half of the backward."""
         if bwd_chunk_id not in self._put_off:
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
             return
@@ -126,16 +126,16 @@ class TrainingStage(pipelining.PipelineStage):
 class EvaluationStage(pipelining.PipelineStage):
     """A stage of a run without backward.
 
-    V-shaped schedules hand gradients from one stage of a rank to the next within the rank, and ask
-    for them in an evaluation too, where there are none.
+    V-shaped schedules pass gradients between stages of one rank locally, and request them even in
+    an evaluation, where there are none.
     """
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        """No gradient."""
+        """Return the local gradient; None without backward."""
         return super().get_local_bwd_output(mb_index) if self.has_backward else None
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """Nothing to keep."""
+        """Store the local gradient; nothing without backward."""
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
@@ -148,11 +148,11 @@ class TorchPipelineEngine(TorchEngineBase):
         self._pp = options.mesh.shape[0]
         self.last_pp_rank = self._rank_of(lowering.n_stages - 1)
         super().__init__(lowering, options)
-        #: micro-batches of the step that runs
+        #: micro-batches of the current step
         self._parts: Sequence[Batch] = ()
         self._runs: OrderedDict[Any, Any] = OrderedDict()
         self._check_sharding()
-        # Before FSDP2 comes: the probes remember the modules without it.
+        # Before FSDP2 is applied: the probes keep the modules' state without it.
         self._boundaries = Boundaries(
             lowering, self.mesh, options.half, self._rank_of, options.autocast
         )
@@ -160,7 +160,7 @@ class TorchPipelineEngine(TorchEngineBase):
             self._compile(stage)
         self.runners = {i: self._make_runner(s) for i, s in lowering.stages.items()}
         dp = self.mesh.get_group("dp")
-        #: the ranks that hold the same stages, whose gradients are to be averaged here
+        #: group of ranks with the same stages, over which this engine averages gradients
         self._replicas = None if self.sharding is not None or dp.size() == 1 else dp
         if lowering.fill is not None:
             lowering.fill(among=self._ranks_of_parts())
@@ -173,7 +173,7 @@ class TorchPipelineEngine(TorchEngineBase):
 
     # --- set-up ------------------------------------------------------------------------------
     def _check_sharding(self) -> None:
-        """Refuse what FSDP2 would compute wrongly or fail at in the first step."""
+        """Refuse models that FSDP2 would compute wrongly, or fail on in the first step."""
         if self.sharding is None:
             return
         if "mp_policy" in (self.options.data_parallel_options or {}):
@@ -201,12 +201,13 @@ class TorchPipelineEngine(TorchEngineBase):
         runner = StageRunner(stage, inputs_of, loss_of, self.device, autocast, own)
         if self.sharding is None:
             return runner
-        # Gathered once a step: gathered again for every micro-batch they would travel more than all
-        # else, and between the two halves of a split backward they give wrong gradients.
+        # Gathered once per step. Gathering for every micro-batch would dominate the traffic, and
+        # give wrong gradients between the halves of a split backward.
         extra = {"reshard_after_forward": False, **(self.options.data_parallel_options or {})}
         if self.schedule.splits_backward:
             extra["reshard_after_forward"] = False
-        # The runner, not the stage: there the pipeline looks for it, to put off the reduction.
+        # The runner and not the stage, since the pipeline looks for FSDP there to postpone the
+        # reduction.
         self._shard(runner, extra)
         return runner
 
@@ -235,7 +236,7 @@ class TorchPipelineEngine(TorchEngineBase):
         super()._reduce_gradients()
 
     def _run(self, batch: Batch, parts: int, train: bool) -> None:
-        """All micro-batches through this rank's stages."""
+        """Run all micro-batches through this rank's stages."""
         self._parts = batch.cut(parts, pads=True)
         names = self.lowering.pipeline.inputs.names
         first = describe_tensors(names, self._micro_batch_inputs(0))
@@ -261,7 +262,7 @@ class TorchPipelineEngine(TorchEngineBase):
             self._parts = ()
 
     def _explained(self, error: RuntimeError) -> BaseException:
-        """The pipeline wraps what a stage raises, and shows the tensors instead."""
+        """Unwrap a stage's error from that of the pipeline, which shows only tensors."""
         if error.__cause__ is not None and "failed to run" in str(error):
             return error.__cause__
         if self.schedule.splits_backward and "backward through the graph a second" in str(error):
@@ -287,14 +288,14 @@ class TorchPipelineEngine(TorchEngineBase):
         cls: Any = getattr(pipelining, self.schedule.cls)
         single = issubclass(cls, PipelineScheduleSingle)
         if single and not train:
-            cls = pipelining.ScheduleGPipe  # the same order, for any number of micro-batches
+            cls = pipelining.ScheduleGPipe  # same order for any number of micro-batches
         run = cls(
             stages[0] if single else stages,
             n_microbatches=parts,
-            loss_fn=lambda loss, number: loss,  # it was found in the last stage
+            loss_fn=lambda loss, number: loss,  # computed in the last stage
             scale_grads=False,
         )
-        run.numbers = torch.arange(parts)  # torch wants something to cut
+        run.numbers = torch.arange(parts)  # torch requires an input to split
         return run
 
     def _make_stage(self, index: int, boundaries: tuple[Boundary, ...], train: bool) -> Any:

@@ -1,4 +1,4 @@
-"""Pipeline schedules of ``torch.distributed.pipelining``, and which rank runs which stage."""
+"""Pipeline schedules of ``torch.distributed.pipelining``, and their placement of stages."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from slapo.framework_dialect.runtime import check_stage_count
 
 
 def _looped(index: int, pp: int) -> int:
-    """Stage 0 on rank 0, 1 on 1, and from the start again."""
+    """Place stages round-robin on the ranks."""
     return index % pp
 
 
 def _v_shaped(index: int, pp: int) -> int:
-    """There and back: with two ranks 0, 1, 1, 0."""
+    """Place stages forth and back: with two ranks 0, 1, 1, 0."""
     return min(index, 2 * pp - 1 - index)
 
 
@@ -23,9 +23,9 @@ def _v_shaped(index: int, pp: int) -> int:
 class PipelineSchedule:
     """One way to order the micro-batches of a pipeline.
 
-    `cls` is a class of ``torch.distributed.pipelining``; `rank_of` maps ``(stage, ranks)`` to the
-    rank that runs it; `stages_per_rank` is None for any number from 2; `splits_backward` is whether
-    gradients of weights are computed apart from those of inputs (zero bubble).
+    `cls` is a class of ``torch.distributed.pipelining``; `rank_of` maps ``(stage, ranks)`` to a
+    rank. `stages_per_rank` is None for any number from 2. `splits_backward` is True if gradients of
+    weights are computed separately from those of inputs (zero bubble).
     """
 
     cls: str
@@ -34,17 +34,17 @@ class PipelineSchedule:
     splits_backward: bool
 
     def stages_of(self, rank: int, n_stages: int, pp: int) -> tuple[int, ...]:
-        """The stages that a rank runs, in order."""
+        """Return the stages that a rank runs, in order."""
         return tuple(i for i in range(n_stages) if self.rank_of(i, pp) == rank)
 
     def evaluates(self, micro_batches: int, pp: int) -> bool:
-        """Return whether so many micro-batches can be evaluated in one run."""
+        """Return whether one run can evaluate so many micro-batches."""
         if self.stages_per_rank == 1:
             return True
         return micro_batches % max(1, micro_batches // pp) == 0
 
     def check(self, name: str, n_stages: int, pp: int, micro_batches: int) -> None:
-        """Refuse what the schedule cannot run."""
+        """Refuse stages or micro-batches that the schedule cannot run."""
         if self.stages_per_rank is not None:
             check_stage_count(n_stages, pp, self.stages_per_rank)
         elif n_stages % pp or n_stages < 2 * pp:

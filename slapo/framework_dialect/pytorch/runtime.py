@@ -1,4 +1,4 @@
-"""The front of target ``"torch"``."""
+"""The runtime of target ``"torch"``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TorchRuntime(MeshRuntime):
 
     @property
     def reads_weights(self) -> bool:  # type: ignore[override]
-        """Replicas of whole tensors take those of the first; shards are read by who holds them."""
+        """With FSDP2 every rank reads its own shards; otherwise the first replica reads for all."""
         return self.fills_shares or super().reads_weights
 
     def stages_of_this_rank(self, n_stages: int) -> tuple[int, ...]:

@@ -1,1 +1,1 @@
-"""Matched operations become one module that a compiler has worked on."""
+"""Fusion of matched operations into one compiled module."""

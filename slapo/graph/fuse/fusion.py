@@ -1,4 +1,4 @@
-"""Fusion: a subgraph becomes one module that a compiler has worked on."""
+"""Fusion: replace a subgraph by one compiled module."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ COMPILERS: dict[str | None, Compiler] = {
 
 
 class Fuse(MadePerText):
-    """One compiled module instead of a chain of operations.
+    """Rule that replaces a chain of operations by one compiled module.
 
-    It takes the inputs of the chain in order of first use; modules that the chain calls become its
-    children, the same objects as before. `compiler` is a key of :data:`COMPILERS`. `name` is that
-    of the module's class, and stem of the child's.
+    The module takes the inputs of the chain in order of first use. Modules that the chain calls
+    become its children, without copies. `compiler` is a key of :data:`COMPILERS`; `name` is the
+    class name and the stem of the child's name.
 
     >>> import torch.nn.functional as F
     >>> gm = fx.symbolic_trace(lambda x, b: F.gelu(x + b))
@@ -70,7 +70,7 @@ class Fuse(MadePerText):
 
     def _make(self, gm: HasGraph, home: nn.Module, chain: list[fx.Node]) -> nn.Module:
         called = [str(node.target) for node in chain if node.op == "call_module"]
-        if self.shown and called:  # the first has them, with their state and their mode
+        if self.shown and called:  # the first fused module owns them, with their state and mode
             return self._over_first(home, chain)
         part, paths = extract(gm, chain, self.stem, home.training)
         if not self.shown:
@@ -79,7 +79,7 @@ class Fuse(MadePerText):
         return COMPILERS[self.compiler](part, self.stem)
 
     def _over_first(self, home: nn.Module, chain: list[fx.Node]) -> nn.Module:
-        """The operations one by one, over the modules that the shown fusion has taken in."""
+        """Run the operations one by one, over the modules that the first fused module owns."""
         view = subgraph_view(home, chain, subgraph_inputs(chain))
         for node in view.graph.find_nodes(op="call_module"):
             if node.target not in self.paths:
@@ -96,11 +96,11 @@ class Fuse(MadePerText):
 def extract(
     gm: HasGraph, chain: Sequence[fx.Node], name: str, training: bool = True
 ) -> tuple[fx.GraphModule, dict[str, str]]:
-    """Make a module of the class `name` that computes a chain; the graph stays as it is.
+    """Make a module of class `name` that computes a chain; the graph stays unchanged.
 
     ``gm: b = fc(x); c = f(b, y)  -->  module(x, y) = f(fc(x), y)``
 
-    Submodules are shared, not copied. Also returns path in `gm` -> path in the module.
+    Submodules are shared. Also returns path in `gm` -> path in the module.
     """
     graph = spare_self(fx.Graph())
     copies = {
@@ -117,8 +117,8 @@ def extract(
         copies[node] = graph.create_node(node.op, target, args, kwargs, type_expr=node.type)
         copies[node].meta = dict(node.meta)
     graph.output(copies[chain[-1]])
-    # In place of the children at first: fx recompiles those that are graph modules themselves, and
-    # a traced one would take that for an edit by hand.
+    # Placeholders for the children: fx recompiles children that are graph modules, and a traced
+    # module would take that for a manual edit.
     module = fx.GraphModule({paths[path]: nn.Module() for path in called}, graph, name)
     for path in called:
         module.set_submodule(paths[path], gm.get_submodule(path))
@@ -127,7 +127,7 @@ def extract(
 
 
 def _paths_of(modules: dict[str, nn.Module]) -> dict[str, str]:
-    """Short paths for modules without state, so that equal chains give equal code."""
+    """Return short paths for modules without state, so that equal chains give equal code."""
     paths: dict[str, str] = {}
     taken = {path.split(".")[0] for path in modules}
     for path, module in modules.items():
@@ -143,7 +143,7 @@ def _paths_of(modules: dict[str, nn.Module]) -> dict[str, str]:
 
 
 def _python_type(node: fx.Node, gm: HasGraph) -> Any:
-    """The type of a value that is not a tensor, if the graph shows it; None for all others."""
+    """Return the type of a non-tensor value if the graph shows it, else None."""
     if node.op == "placeholder":
         return node.type if node.type in _SCALARS else _scalar_type(*node.args)
     if node.op == "get_attr":
@@ -163,6 +163,6 @@ def _python_type(node: fx.Node, gm: HasGraph) -> Any:
 
 
 def _scalar_type(*values: Any) -> Any:
-    """Return the type that plain numbers have in common."""
+    """Return the common type of Python scalars, else None."""
     kinds = {type(value) for value in values}
     return kinds.pop() if len(kinds) == 1 and kinds <= set(_SCALARS) else None

@@ -1,4 +1,4 @@
-"""Modules that run a graph: compiled by inductor, or operation by operation as a sequence."""
+"""Modules that run a graph, compiled by inductor or as a sequence of operations."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ _CODE = "_slapo_code"
 
 
 def _instance_of(base: type[M], name: str) -> M:
-    """Make an instance of a subclass that exists for its name; also how a pickle of it is read."""
+    """Instantiate a subclass made for its name; pickles use this too."""
     return type(name, (base,), {"__doc__": base.__doc__, "__module__": base.__module__})()
 
 
 class _GraphRunner(nn.Module):
-    """Runs a graph over its own children; copies and pickles generate the code again."""
+    """Runs a graph over its own children; copies and pickles regenerate the code."""
 
     _slapo_graph: fx.Graph
 
     def forward(self, *inputs: Any) -> Any:
-        """Run the graph on the inputs of the chain, in order of first use."""
         return self.__dict__[_CODE](self, *inputs)
 
     def _set_graph(self, graph: fx.Graph) -> None:
@@ -45,10 +44,10 @@ class _GraphRunner(nn.Module):
 
 
 class CompiledModule(_GraphRunner):
-    """Base class of the modules that a fusion by inductor makes.
+    """Base class of modules fused by inductor.
 
-    ``torch.compile(module)`` would put ``_orig_mod`` into the names of all state, and
-    ``module.compile()`` is lost by a copy and cannot be pickled.
+    ``torch.compile(module)`` would put ``_orig_mod`` into all state names. ``module.compile()`` is
+    lost by a copy and cannot be pickled.
     """
 
     def _set_graph(self, graph: fx.Graph) -> None:
@@ -75,11 +74,11 @@ class Call(nn.Module):
 
 
 class FusedSequential(_GraphRunner, nn.Sequential):
-    """A sequence whose children may use each input and each earlier result."""
+    """Sequence whose children may use each input and each earlier result."""
 
 
 def compiled_late(module: fx.GraphModule, name: str) -> CompiledModule:
-    """Make a module of the class `name` that inductor compiles when it is first called."""
+    """Make a module of class `name` that inductor compiles on its first call."""
     compiled = _instance_of(CompiledModule, name)
     for path, child in module._modules.items():
         compiled.add_module(path, child)
@@ -89,7 +88,7 @@ def compiled_late(module: fx.GraphModule, name: str) -> CompiledModule:
 
 
 def sequential_of(module: fx.GraphModule, name: str) -> nn.Sequential:
-    """Turn an extracted module into a sequence of the class `name`: a child for each operation."""
+    """Turn an extracted module into a sequence of class `name`, one child per operation."""
     sequence = _instance_of(FusedSequential, name)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

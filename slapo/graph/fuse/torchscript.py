@@ -1,4 +1,4 @@
-"""The TorchScript compiler behind one function: caching, and errors that can be read."""
+"""TorchScript compiler as one function, with a cache and readable errors."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from slapo.logger import get_logger
 logger = get_logger()
 
 _CACHE_SIZE = 64
-# With the functions that a script calls: some are told by their identity.
+# The value also holds the called functions: the key identifies some of them by id, which must not
+# be reused.
 _scripts: OrderedDict[tuple[str, str], tuple[torch.jit.ScriptModule, Any]] = OrderedDict()
 _PLAIN = (type(None), bool, int, float, str, torch.dtype)
 _OF_ALL_MODULES = frozenset(vars(nn.Module())) - {"training"}
 
 
 def script(module: fx.GraphModule, name: str) -> nn.Module:
-    """Compile an extracted module with TorchScript, or with inductor where that is not there.
+    """Compile an extracted module with TorchScript, or with inductor if torch lacks it.
 
-    Code without parameters is compiled once; equal modules become copies of the first.
+    Code without parameters is compiled once; equal modules are copies of the first.
     """
     if not scripting.has_scripts():
         text = "%s is compiled by inductor: torch %s has no TorchScript"
@@ -37,7 +38,7 @@ def script(module: fx.GraphModule, name: str) -> nn.Module:
         return compiled_late(module, name)
     code = _code_key(module)
     if code is None:
-        for path, child in module.named_children():  # the module itself is ours
+        for path, child in module.named_children():  # the module itself is generated
             module._modules[path] = _as_written(child)
         return _compile(module, name)
     key = (name, code)
@@ -47,18 +48,19 @@ def script(module: fx.GraphModule, name: str) -> nn.Module:
             _scripts.popitem(last=False)
     _scripts.move_to_end(key)
     with scripting.quiet():
-        return copy.deepcopy(_scripts[key][0])  # copies have a training flag each
+        return copy.deepcopy(_scripts[key][0])  # each copy has its own training flag
 
 
 def _code_key(module: fx.GraphModule) -> str | None:
-    """A text of all that decides how a module is compiled; None with state or what has no text."""
+    """Return a text that determines the compiled code; None with state or opaque children."""
     if has_state(module):
         return None
     texts = [str(module.training)]
     for path, child in list(module.named_modules(remove_duplicate=False))[1:]:
         own = {k: v for k, v in vars(child).items() if k not in _OF_ALL_MODULES}
         hooks = any(vars(child).get(slot) for slot in _OF_ALL_MODULES if "hooks" in slot)
-        of_torch = type(child).__module__.startswith("torch.nn.")  # others may read anything
+        # other classes may read any state
+        of_torch = type(child).__module__.startswith("torch.nn.")
         if hooks or not of_torch or not all(isinstance(v, _PLAIN) for v in own.values()):
             return None
         texts.append(f"{path}: {type(child).__name__} {own}")
@@ -73,10 +75,10 @@ def has_state(module: nn.Module) -> bool:
 
 
 def _compile(module: fx.GraphModule, name: str) -> torch.jit.ScriptModule:
-    """Run the TorchScript compiler; its complaints become one readable error."""
+    """Run the TorchScript compiler; its errors become one readable SlapoError."""
     try:
         return scripting.script(module)
-    except Exception as error:  # TorchScript raises many kinds, bare RuntimeErrors among them
+    except Exception as error:  # TorchScript raises many types, including bare RuntimeErrors
         raise SlapoError(
             f"TorchScript cannot compile {name!r}: {_reason(error)}; use "
             "fuse(..., compiler='inductor') or compiler=None, or match fewer operations"
@@ -84,7 +86,7 @@ def _compile(module: fx.GraphModule, name: str) -> torch.jit.ScriptModule:
 
 
 def _reason(error: Exception) -> str:
-    """Reduce a compiler's message to its first sentence and the line it is about."""
+    """Reduce a compiler's message to its first sentence and the line that it points at."""
     lines = [line.strip() for line in str(error).splitlines()]
     shown = [line for line in lines if line and not line.startswith(("File", "~", "def "))]
     pointed = next((lines[i] for i, line in enumerate(lines[1:]) if line.startswith("~")), "")
@@ -93,7 +95,7 @@ def _reason(error: Exception) -> str:
 
 
 def _as_written(module: nn.Module) -> nn.Module:
-    """A shallow copy with the forward of its own class wherever a trace has put another."""
+    """Return a shallow copy in which traced modules have the forward of their original class."""
     children = {k: None if m is None else _as_written(m) for k, m in module._modules.items()}
     same = all(child is module._modules[name] for name, child in children.items())
     if same and not isinstance(module, Traced):

@@ -1,1 +1,1 @@
-"""Patterns, and where a graph computes what a pattern computes."""
+"""Patterns, and the search for them in graphs."""

@@ -1,4 +1,4 @@
-"""One name for each operator, whichever way a graph spells it.
+"""Canonical names of operators, independent of how a graph spells them.
 
 ``F.gelu(x)`` and ``nn.GELU()(x)`` are one operator, as are ``a + b`` and ``a.add(b)``.
 """
@@ -31,7 +31,7 @@ SHOWN_NAME = "slapo_shown_name"
 
 
 def called_path(node: fx.Node) -> str | None:
-    """Path of the module that a node calls, also where another one stands for it; else None."""
+    """Return the path of the module that a node calls, even through a stand-in, else None."""
     if node.op == "call_module":
         return str(node.target)
     return node.meta.get(SHOWN_NAME) if node.op == "call_function" else None
@@ -47,9 +47,9 @@ class ModuleState:
 
 @dataclass(frozen=True)
 class Call:
-    """A call in canonical form: equal operators have equal keys, arguments go by name.
+    """A call in canonical form: equal operators have equal keys, and arguments go by name.
 
-    ``args`` is None where they do not fit; positions stand for names that are unknown.
+    ``args`` is None if the arguments do not fit; positions replace unknown names.
     """
 
     key: Key
@@ -58,21 +58,21 @@ class Call:
     inplace: bool = False
 
     def default(self, name: str | int) -> Any:
-        """The value that an argument has where a call leaves it out."""
+        """Return the value that an argument has if a call omits it."""
         return self.op.defaults.get(str(name), MISSING) if self.op else MISSING
 
     def value(self, name: str | int) -> Any:
-        """The value of an argument, stated or not."""
+        """Return the value of an argument, stated or by default."""
         return (self.args or {}).get(name, self.default(name))
 
 
 def key_of(node: fx.Node, modules: ModuleLookup) -> Key:
-    """Name the operator of a call, the same for all its spellings; None for other nodes."""
+    """Return the operator's name, the same for all its spellings; None for other nodes."""
     return _identify(node, modules)[0]
 
 
 def call_of(node: fx.Node, modules: ModuleLookup) -> Call:
-    """Bring the call of a node into canonical form."""
+    """Convert the call of a node to canonical form."""
     key, spelling = _identify(node, modules)
     if spelling is None:
         return Call(key, _unlisted_arguments(node, modules))
@@ -90,7 +90,7 @@ def call_of(node: fx.Node, modules: ModuleLookup) -> Call:
 
 
 def _identify(node: fx.Node, modules: ModuleLookup) -> tuple[Key, Spelling | None]:
-    """The key of a node's operator, and how the node spells it."""
+    """Return the key of a node's operator, and the spelling that the node uses."""
     spelling: Spelling | None = None
     key: Key = None
     if node.op == "call_function":
@@ -100,7 +100,7 @@ def _identify(node: fx.Node, modules: ModuleLookup) -> tuple[Key, Spelling | Non
             key, spelling = _identify_function(node.target)
     elif node.op == "call_method":
         key, spelling = ("torch", node.target), METHODS.get(str(node.target))
-        # x.view(torch.int32) reads the same bytes as another type: not a change of shape.
+        # x.view(torch.int32) reinterprets the bytes as another dtype: not a reshape.
         if node.target == "view" and len(node.args) == 2 and isinstance(node.args[1], torch.dtype):
             key, spelling = ("torch", "view.dtype"), None
     elif node.op == "call_module":
@@ -111,7 +111,7 @@ def _identify(node: fx.Node, modules: ModuleLookup) -> tuple[Key, Spelling | Non
 
 @lru_cache(maxsize=4096)
 def _identify_function(target: Any) -> tuple[Key, Spelling | None]:
-    """Look a function up. An unlisted ``torch.f`` shares its name with the method ``x.f``."""
+    """Look up a function. An unlisted ``torch.f`` shares its name with the method ``x.f``."""
     name = str(getattr(target, "__name__", ""))
     is_method = getattr(torch.Tensor, name, None) is target
     in_torch = is_method or getattr(torch, name, None) is target
@@ -122,12 +122,12 @@ def _identify_function(target: Any) -> tuple[Key, Spelling | None]:
 def _bind(
     params: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str | int, Any] | None:
-    """Bind arguments to `params`, of which the last may be ``*name``; None if they do not fit."""
+    """Bind arguments to `params`, the last of which may be ``*name``; None if they do not fit."""
     bound: dict[str | int, Any] = dict(zip(params, args, strict=False))
     rest = args[len(params) :]
     if params[-1].startswith("*") and len(args) >= len(params):
         del bound[params[-1]]
-        # x.permute(0, 2, 1) and x.permute((0, 2, 1)) are one call.
+        # x.permute(0, 2, 1) and x.permute((0, 2, 1)) are the same call.
         rest, given = (), args[len(params) - 1 :]
         is_packed = len(given) == 1 and isinstance(given[0], (tuple, list))
         bound[params[-1][1:]] = given[0] if is_packed else given
@@ -141,7 +141,7 @@ def _bind(
 
 
 def _settings(names: tuple[str, ...], module: nn.Module, target: str) -> dict[str | int, Any]:
-    """Read what a function would take as arguments from the attributes of a module."""
+    """Read a module's attributes that a function would take as arguments."""
     settings: dict[str | int, Any] = {}
     for name in (name for name in names if hasattr(module, name)):
         value = getattr(module, name)
@@ -151,7 +151,7 @@ def _settings(names: tuple[str, ...], module: nn.Module, target: str) -> dict[st
 
 
 def _unlisted_arguments(node: fx.Node, modules: ModuleLookup) -> dict[str | int, Any] | None:
-    """Bind the arguments of an operator outside the table, by signature if it has one."""
+    """Bind the arguments of an operator outside the table, by its signature if there is one."""
     if node.op == "call_module":
         return bind_signature(modules(str(node.target)).forward, node.args, node.kwargs)
     if node.op == "call_function" and inspect.isfunction(node.target):
@@ -165,7 +165,7 @@ def _unlisted_arguments(node: fx.Node, modules: ModuleLookup) -> dict[str | int,
 def bind_signature(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str | int, Any] | None:
-    """Bind arguments to a function's parameters, defaults included; None if they do not fit."""
+    """Bind arguments to a function's parameters, with defaults; None if they do not fit."""
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):
@@ -179,5 +179,5 @@ def bind_signature(
 
 
 def positions_and_names(args: Sequence[Any], kwargs: Mapping[Any, Any]) -> dict[str | int, Any]:
-    """Put the arguments of a call into one dictionary, the positional ones by position."""
+    """Merge the arguments of a call into one dictionary, positional ones by index."""
     return {**dict(enumerate(args)), **kwargs}

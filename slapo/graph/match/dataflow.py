@@ -20,9 +20,9 @@ _SIZE_ARITHMETIC = frozenset(
 
 
 def is_private(value: Any, modules: ModuleLookup) -> bool:
-    """Return whether only its one user can see a value, and so a write to it.
+    """Return whether only its single user can see a value, and so a write to it.
 
-    Inputs and parameters are always seen; a view is as private as the value it views.
+    Inputs and parameters are always visible; a view is as private as the viewed value.
     """
     return (
         isinstance(value, fx.Node)
@@ -33,7 +33,7 @@ def is_private(value: Any, modules: ModuleLookup) -> bool:
 
 
 def size_helpers(matched: Collection[fx.Node], inputs: Collection[fx.Node]) -> set[fx.Node]:
-    """Nodes that compute sizes for a match and for nothing else; `inputs` stay outside."""
+    """Return nodes that only compute sizes for a match; `inputs` stay outside."""
     helpers: set[fx.Node] = set()
     pending = [value for node in matched for value in node.all_input_nodes]
     while pending:
@@ -48,7 +48,7 @@ def size_helpers(matched: Collection[fx.Node], inputs: Collection[fx.Node]) -> s
 
 
 def is_size(node: Any) -> bool:
-    """Return whether shapes alone give a value: ``x.size()``, ``x.shape``, or arithmetic on it."""
+    """Return whether a value is ``x.size()``, ``x.shape``, or arithmetic on these."""
     if not isinstance(node, fx.Node):
         return False
     if node.op == "call_method":

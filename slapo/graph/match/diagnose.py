@@ -1,4 +1,4 @@
-"""Why a search found nothing: how far it came, what it could not look into, what to try."""
+"""Explanation of an empty search: the nearest match, opaque modules, and advice."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from slapo.graph.trace.nodes import nodes_in
 from slapo.wrapper import innermost
 
 _SHOWN = 4
-# Layers are alike, so a few starts tell; more would make an explanation dearer than the search.
+# Layers are alike, so a few starts suffice. More would make the explanation slower than the search.
 _STARTS_PER_OPERATION = 8
 _STARTS = 200
 
 
 class TracedGraph(NamedTuple):
-    """A graph of a traced module, and the module's path from where the search began."""
+    """A graph of a traced module, and the module's path relative to the start of the search."""
 
     path: str
     module: fx.GraphModule
@@ -37,7 +37,7 @@ Graphs = Sequence[TracedGraph]
 
 
 def why_no_subgraph(graphs: Graphs, pattern: fx.Graph) -> str:
-    """Say how much of a pattern the graphs have, what is in the way, and what to try."""
+    """Describe the nearest match of a pattern, the obstacle, and possible fixes."""
     nearest = nearest_match(graphs, pattern_steps(pattern))
     missing, number = nearest.missing, len(nearest.steps)
     if missing is None:
@@ -62,13 +62,13 @@ def why_no_subgraph(graphs: Graphs, pattern: fx.Graph) -> str:
 
 
 def why_no_call(graphs: Graphs, regex: re.Pattern[str]) -> str:
-    """Say what the modules are called whose calls a regular expression did not match."""
+    """Describe the called modules that a regular expression did not match."""
     summary = f"{regex.pattern!r} matches none of the {len(_calls(graphs))} calls of modules"
     return "\n- ".join([summary, _near_names(regex, graphs), *_opaque_calls(graphs)])
 
 
 def why_no_node(graphs: Graphs) -> str:
-    """Say how many nodes a predicate was asked about."""
+    """Describe the nodes for which a predicate was false."""
     nodes = [_show(node, traced) for traced in graphs for node in traced.graph.nodes]
     summary = f"the predicate holds for none of the {len(nodes)} nodes; there are {_listed(nodes)}"
     return "\n- ".join([summary, *_opaque_calls(graphs)])
@@ -81,7 +81,7 @@ def _found(nearest: NearestMatch) -> str:
 
 
 def _whereabouts(nearest: NearestMatch, missing: Step, graphs: Graphs) -> Iterator[str]:
-    """Say where else the missing operation is."""
+    """Describe where else the missing operation occurs."""
     name = _name(missing)
     here = nearest.places[0][1].candidates[missing.node]
     elsewhere = nearest.occurs(missing.node)
@@ -102,7 +102,7 @@ def _whereabouts(nearest: NearestMatch, missing: Step, graphs: Graphs) -> Iterat
 
 
 def _misfits(nearest: NearestMatch, step: Step, node: fx.Node) -> Iterator[str]:
-    """Name constants that keep a node of the same operation from being the pattern's."""
+    """Yield the constants that differ between a node and the pattern's operation."""
     pairs = compared_arguments(step, node, nearest.places[0][1].call(step, node)) or {}
     for name, (one, other) in sorted(pairs.items(), key=str):
         if (
@@ -114,7 +114,7 @@ def _misfits(nearest: NearestMatch, step: Step, node: fx.Node) -> Iterator[str]:
 
 
 def _opaque_calls(graphs: Graphs) -> Iterator[str]:
-    """List calls that hide the operations of a module."""
+    """Describe calls that hide the operations of a module."""
     hidden: list[str] = []
     closed: list[str] = []
     for traced, node in _calls(graphs):
@@ -132,7 +132,7 @@ def _opaque_calls(graphs: Graphs) -> Iterator[str]:
 
 
 def _other_spellings(missing: Step, graphs: Graphs) -> Iterator[str]:
-    """Name operations that a missing one may be hidden in, or be called by."""
+    """Suggest operations that may contain the missing one, or be a spelling of it."""
     linear = [_show(n, at) for at, n in _calls(graphs) if isinstance(_module(n, at), nn.Linear)]
     if missing.call.key == "add" and linear:
         yield (
@@ -146,7 +146,7 @@ def _other_spellings(missing: Step, graphs: Graphs) -> Iterator[str]:
 
 
 def _near_names(regex: re.Pattern[str], graphs: Graphs) -> str:
-    """Say which names of called modules a regular expression nearly matches."""
+    """Describe names of called modules that a regular expression nearly matches."""
     targets = list(dict.fromkeys(str(node.target) for _, node in _calls(graphs)))
     if not targets:
         return "no graph here calls a module"
@@ -161,7 +161,7 @@ def _near_names(regex: re.Pattern[str], graphs: Graphs) -> str:
 
 
 def _operations(graphs: Graphs) -> set[str]:
-    """Names of the operations that a pattern could have."""
+    """Return names of the operations that a pattern could have."""
     keys = {key_of(node, gm.get_submodule) for _, gm, graph in graphs for node in graph.nodes}
     return {_name_of_key(key) for key in keys - {None}}
 
@@ -181,7 +181,7 @@ def _show(node: fx.Node, traced: TracedGraph) -> str:
 
 
 def _name(step: Step) -> str:
-    """An operation of a pattern as it was written."""
+    """Return an operation of a pattern as it was written."""
     return f"call_module({step.regex.pattern!r})" if step.regex else _name_of_key(step.call.key)
 
 
@@ -191,28 +191,27 @@ def _name_of_key(key: Any) -> str:
 
 
 def _listed(items: Iterable[str]) -> str:
-    """The first of some names."""
     unique = list(dict.fromkeys(items))
     shown = ", ".join(unique[:_SHOWN])
     return f"{shown} and {len(unique) - _SHOWN} more" if len(unique) > _SHOWN else shown
 
 
 class NearestMatch(NamedTuple):
-    """The most operations of a pattern that were found together; the first of `places` has them."""
+    """The largest part of a pattern that was found together, in the first of `places`."""
 
     steps: dict[fx.Node, Step]
     places: list[tuple[TracedGraph, GraphIndex]]
     found: dict[fx.Node, fx.Node]
 
     def occurs(self, node: fx.Node) -> list[str]:
-        """Paths of the graphs that have an operation of the pattern."""
+        """Return the paths of the graphs that have an operation of the pattern."""
         return [traced.path for traced, index in self.places if index.candidates[node]]
 
     @property
     def missing(self) -> Step | None:
-        """The first that was not found; None if only the arguments do not fit.
+        """The first missing operation; None if only the arguments do not fit.
 
-        Prefer what no graph has, then what is next to the others.
+        Prefers operations that no graph has, then neighbors of the found ones.
         """
         beside = {value for node in self.found for value in self.steps[node].operands}
 
@@ -224,7 +223,7 @@ class NearestMatch(NamedTuple):
         return self.steps[min(missing, key=order)] if missing else None
 
     def in_place_of(self, missing: Step) -> list[fx.Node]:
-        """Nodes that take the values, or give the value, that the missing operation would."""
+        """Return nodes that take or give the values that the missing operation would."""
         nearby: list[fx.Node] = []
         for node, match in self.found.items():
             nearby += match.users if node in missing.operands else ()
@@ -234,7 +233,7 @@ class NearestMatch(NamedTuple):
 
 
 def nearest_match(graphs: Graphs, steps: dict[fx.Node, Step]) -> NearestMatch:
-    """Find the longest part of a pattern that some graph has, from the rarest operation on."""
+    """Find the largest part of a pattern in any graph, starting from the rarest operation."""
     places = [(g, GraphIndex(g.graph, g.module.get_submodule, steps)) for g in graphs]
     starts = [
         (place, anchor, node)

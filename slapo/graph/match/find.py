@@ -1,4 +1,4 @@
-"""Look for subgraphs and nodes in a traced module and in the traced modules below it."""
+"""Search for subgraphs and nodes in a traced module and the traced modules below it."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ Question: TypeAlias = re.Pattern[str] | Callable[[fx.Node], bool]
 
 @dataclass(frozen=True, eq=False)
 class Search:
-    """A search in one traced module, as rewrites keep it to repeat it in other captures."""
+    """A search in one traced module, which rewrites repeat in other captures."""
 
-    #: a traced pattern, or a regular expression for the targets of module calls
+    #: traced pattern, or regular expression for the targets of module calls
     pattern: fx.Graph | re.Pattern[str]
-    #: number of rewrites that the module had when it was searched
+    #: number of rewrites of the module at the time of the search
     rewrites: int = 0
     #: number of matches
     total: int = 0
-    #: child around the :class:`.SubgraphView` that was searched; empty for the module's graph
+    #: child that wraps the searched :class:`.SubgraphView`; empty for the module's own graph
     inside: str = ""
-    #: true if matches may share operations
+    #: True if matches may share operations
     overlapping: bool = False
 
     @classmethod
     def of(cls, module: fx.GraphModule, pattern: Any, total: int, **how: Any) -> Search:
-        """A search that has just been made."""
+        """Describe a search that was just made."""
         home: nn.Module = module
         inside = ""
         if isinstance(module, SubgraphView):
@@ -47,14 +47,14 @@ class Search:
         return cls(pattern, len(rules_of(home)), total, inside, **how)
 
     def run(self, graph: fx.Graph, modules: ModuleLookup) -> list[Match]:
-        """Search another graph in the same way."""
+        """Repeat the search in another graph."""
         if isinstance(self.pattern, fx.Graph):
             return find_subgraphs(graph, modules, self.pattern, self.overlapping)
         return find_by_name(graph, self.pattern)
 
 
 class Origin(NamedTuple):
-    """Where a match comes from: the arguments of the search and the place in its results."""
+    """Origin of a match: the arguments of the search, and the position in its results."""
 
     verb: str
     pattern: Any
@@ -78,22 +78,22 @@ class Subgraph(list[tuple[str, fx.Node]]):
 
     @property
     def bindings(self) -> dict[str, Any]:
-        """The value of each argument of the pattern, see :attr:`.search.Match.bindings`."""
+        """The value of each argument of the pattern; see :attr:`.search.Match.bindings`."""
         return self._match.bindings
 
     def is_whole(self) -> bool:
-        """Return whether the list has the nodes that were found, and no others."""
+        """Return whether the list still has exactly the nodes that were found."""
         return [node for _, node in self] == list(self._match)
 
 
 class Located(tuple[str, fx.Node]):
-    """A node: a pair of the traced module's path, relative to the search, and the node."""
+    """A node as a pair: the traced module's path, relative to the search, and the node."""
 
     origin: Origin | None = None
 
 
 class Matches(list[T]):
-    """The results of a search; where there are none, `explain` is asked for the reason once.
+    """Results of a search; if empty, `explain` is called once for the reason.
 
     >>> Matches([], lambda: "no call of a module matches 'fc'")
     [] (no call of a module matches 'fc')
@@ -106,17 +106,17 @@ class Matches(list[T]):
 
     @property
     def why(self) -> str:
-        """Why the search found nothing, and what to try; empty if it found something."""
+        """The reason why the search found nothing, with advice; empty if it found something."""
         self.settle()
         return self._why
 
     def settle(self) -> None:
-        """Work the reason out now, if it has not been: the graphs may be about to change."""
+        """Compute the reason now, before the graphs change."""
         if self._explain is not None:
             self._why = self._explain()
-            self._explain = None  # it holds on to the graphs
+            self._explain = None  # the closure keeps the graphs alive
 
-    if not TYPE_CHECKING:  # which sees the method of any list
+    if not TYPE_CHECKING:  # type checkers use list's own method
 
         def __getitem__(self, index: Any) -> Any:
             try:
@@ -131,7 +131,7 @@ class Matches(list[T]):
 
 
 def traced_modules(root: nn.Module) -> Iterator[TracedGraph]:
-    """Graphs of the traced modules at `root` and below it, each with module and path."""
+    """Yield the graphs of the traced modules at and below `root`, with module and path."""
     seen: set[int] = set()
     is_traced = isinstance(innermost(root), fx.GraphModule)
     for name, child in innermost(root).named_modules() if is_traced else ():
@@ -142,12 +142,12 @@ def traced_modules(root: nn.Module) -> Iterator[TracedGraph]:
 
 
 def read_pattern(pattern: str | Callable[..., Any] | nn.Module) -> re.Pattern[str] | fx.Graph:
-    """Compile a regular expression, or trace a pattern, or raise ``TypeError``, ``ValueError``."""
+    """Compile a regular expression or trace a pattern; raises TypeError or ValueError."""
     return compile_name(pattern) if isinstance(pattern, str) else trace_pattern(pattern)
 
 
 def find_subgraphs_in(root: nn.Module, pattern: re.Pattern[str] | fx.Graph) -> Matches[Subgraph]:
-    """Matches of what :func:`read_pattern` gave in every graph at or below `root`."""
+    """Find matches of a :func:`read_pattern` result in every graph at or below `root`."""
     graphs = list(traced_modules(root))
     found = []
     for path, module, graph in graphs:
@@ -160,9 +160,9 @@ def find_subgraphs_in(root: nn.Module, pattern: re.Pattern[str] | fx.Graph) -> M
 
 
 def search_for_chain(module: fx.GraphModule, chain: Sequence[fx.Node]) -> tuple[Search, int, Match]:
-    """A search for operations that were picked by hand, its place in the results, and the match.
+    """Return a search that finds hand-picked operations, the index of its match, and the match.
 
-    Operations that share no value are found by no search: a ``ValueError``.
+    Raises ValueError for operations that share no value, since no search finds them.
     """
     pattern = _pattern_of(chain)
     matches = find_subgraphs(module.graph, module.get_submodule, pattern, overlapping=True)
@@ -176,7 +176,7 @@ def search_for_chain(module: fx.GraphModule, chain: Sequence[fx.Node]) -> tuple[
 
 
 def _pattern_of(chain: Sequence[fx.Node]) -> fx.Graph:
-    """A pattern of exactly these operations; their inputs are its arguments."""
+    """Make a pattern of exactly these operations; their inputs are its arguments."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for value in dict.fromkeys(v for node in chain for v in node.all_input_nodes):
@@ -190,14 +190,14 @@ def _pattern_of(chain: Sequence[fx.Node]) -> fx.Graph:
             copies[node] = graph.call_function(call_module, (exactly, *args), kwargs)
         else:
             copies[node] = graph.create_node(node.op, node.target, args, kwargs)
-            # A rewrite has given its call constants that may differ from graph to graph.
+            # The constants of a rewritten call may differ from graph to graph.
             copies[node].meta[PATTERN_OF_CHAIN] = "open" if MARKS in node.meta else "closed"
     graph.output(tuple(copies[node] for node in chain))
     return graph
 
 
 def read_question(regex_or_predicate: str | Callable[[fx.Node], bool]) -> Question:
-    """Compile a regular expression; a function is returned as it is, others are ``TypeError``."""
+    """Compile a regular expression or return a function unchanged; TypeError for others."""
     if isinstance(regex_or_predicate, str):
         return compile_name(regex_or_predicate)
     if not callable(regex_or_predicate):
@@ -209,7 +209,7 @@ def read_question(regex_or_predicate: str | Callable[[fx.Node], bool]) -> Questi
 
 
 def find_nodes(root: nn.Module, question: Question) -> Matches[Located]:
-    """Nodes that answer to what :func:`read_question` gave, in every graph at or below `root`."""
+    """Find nodes that match a :func:`read_question` result in every graph at or below `root`."""
     if isinstance(question, re.Pattern):
         calls = find_subgraphs_in(root, question)
         return Matches((Located(pair) for call in calls for pair in call), lambda: calls.why)

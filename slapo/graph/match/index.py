@@ -1,7 +1,7 @@
-"""A graph as the search sees it: its operations by name, and their calls beside the pattern's.
+"""Index of a graph for one pattern: candidate nodes, and pairs of arguments to compare.
 
-Sizes, as ``view``, ``expand`` and norms take them, are spelled differently by each tracer:
-``x.size(0)``, ``x.shape[0]``, ``-1``, the number itself. Only literal sizes are compared.
+Tracers spell sizes (of ``view``, ``expand``, norms) differently: ``x.size(0)``, ``x.shape[0]``,
+``-1``, an integer. Only literal sizes are compared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from slapo.graph.trace.nodes import ModuleLookup, Pair
 
 
 class GraphIndex:
-    """The nodes of a graph by the operations of one pattern."""
+    """Index of a graph's nodes by the operations of one pattern."""
 
     def __init__(self, graph: fx.Graph, modules: ModuleLookup, steps: dict[fx.Node, Step]) -> None:
         self.modules = modules
@@ -40,7 +40,7 @@ class GraphIndex:
         for node in graph.nodes:
             for key in self._keys(node) & by_key.keys():
                 by_key[key].append(node)
-        #: for each operation of the pattern the nodes that it may be, in graph order
+        #: operation of the pattern -> candidate nodes, in graph order
         self.candidates: dict[fx.Node, list[fx.Node]] = {}
         for wanted, step in steps.items():
             nodes = by_key[step.call.key]
@@ -50,7 +50,7 @@ class GraphIndex:
         self._fitting = {wanted: set(nodes) for wanted, nodes in self.candidates.items()}
 
     def _keys(self, node: fx.Node) -> set[Key]:
-        """The operator of a node, and the other ways that a pattern names the call of a module."""
+        """Return the keys by which a pattern may name a node: operator, path or module class."""
         keys = {key_of(node, self.modules)}
         if called_path(node) is not None:
             keys.add(call_module)
@@ -59,7 +59,7 @@ class GraphIndex:
         return keys
 
     def rarest(self) -> tuple[fx.Node, list[fx.Node]]:
-        """Choose the operation that the graph has least often."""
+        """Return the operation with the fewest candidates in the graph."""
         return min(self.candidates.items(), key=lambda pair: len(pair[1]))
 
     def fits(self, step: Step, node: fx.Node) -> bool:
@@ -71,7 +71,7 @@ class GraphIndex:
         return same_settings(step.module, self.modules(str(node.target)))
 
     def call(self, step: Step, node: fx.Node) -> Call:
-        """Describe the call of `node` in the terms of `step`."""
+        """Return the call of `node` with the argument names of `step`."""
         as_module = step.call.op is None and node.op == "call_module"
         key = (node, as_module)
         if key not in self._calls:
@@ -84,7 +84,7 @@ class GraphIndex:
         return self._calls[key]
 
     def same(self, one: Any, other: Any) -> bool:
-        """Return whether two values are the same, or look the same or an equal tensor up."""
+        """Return whether two values are the same, or get_attr of the same or an equal tensor."""
         if same_value(one, other):
             return True
         tensor = self._tensor(other)
@@ -94,7 +94,7 @@ class GraphIndex:
         return same_value(one, tensor) if is_held else self._tensor(one) is tensor
 
     def _tensor(self, value: Any) -> torch.Tensor | None:
-        """The tensor that a graph looks up, by a node or as the weight of a module it calls."""
+        """Return the tensor that a get_attr node or a module's weight refers to, else None."""
         if isinstance(value, ModuleState):
             owner, name = value.target, value.name
         elif isinstance(value, fx.Node) and value.op == "get_attr":
@@ -106,13 +106,13 @@ class GraphIndex:
 
 
 def argument_pairs(step: Step, node: fx.Node, call: Call) -> Iterator[list[Pair]]:
-    """Yield lists of pairs: a value of the pattern and one of the graph, constants first."""
+    """Yield lists of (pattern value, graph value) pairs, constants first."""
     pairs = compared_arguments(step, node, call)
     if pairs is None:
         return
     yield _constants_first(pairs.values())
     swap = call.op.swap if call.op and step.regex is None else None
-    # Operands may change places, but not when one is scaled by ``alpha``.
+    # Operands may be swapped, but not if one is scaled by ``alpha``.
     is_scaled = not same_value(call.value("alpha"), call.default("alpha"))
     if swap and pairs.keys() >= set(swap) and not is_scaled:
         (one, first), (other, second) = (pairs[name] for name in swap)
@@ -121,15 +121,15 @@ def argument_pairs(step: Step, node: fx.Node, call: Call) -> Iterator[list[Pair]
 
 
 def _constants_first(pairs: Iterable[Pair]) -> list[Pair]:
-    """Order pairs so that a constant that differs ends the search before it begins."""
+    """Sort pairs so that a differing constant ends the search early."""
     return sorted(pairs, key=lambda pair: isinstance(pair[0], fx.Node))
 
 
 def compared_arguments(step: Step, node: fx.Node, call: Call) -> dict[str | int, Pair] | None:
-    """Pairs of arguments of a pattern and a graph that must agree; None if none can.
+    """Return the pairs of arguments that must agree, or None if none can.
 
-    Where a functional call of the pattern meets a module, what the call leaves out and sizes are
-    parameters and attributes of the module's own: any do.
+    If a functional call of the pattern meets a module, omitted arguments and sizes match any
+    attributes of the module.
     """
     stated, given = step.call.args, call.args
     if step.regex is not None:
@@ -153,7 +153,7 @@ def compared_arguments(step: Step, node: fx.Node, call: Call) -> dict[str | int,
 def _named_arguments(
     wanted: Mapping[str | int, Any], node: fx.Node, call: Call
 ) -> dict[str | int, Pair] | None:
-    """Compare the arguments that a pattern states for a module that it names."""
+    """Pair the arguments that a pattern states for a module called by name."""
     given: Mapping[str | int, Any] = positions_and_names(node.args, node.kwargs)
     if not wanted.keys() <= given.keys():
         # The same argument may be positional on one side and a keyword on the other.
@@ -166,11 +166,11 @@ def _named_arguments(
 
 
 def size_arguments(wanted: Mapping[str, Any], given: Mapping[str | int, Any]) -> Iterator[Pair]:
-    """Yield the arguments of a pattern that stand for sizes, each with what it stands for."""
+    """Yield the pattern's arguments that are sizes, each with the value in the graph."""
     for name in wanted.keys() & given.keys():
         sizes, values = _as_tuple(wanted[name]), _as_tuple(given[name])
         if len(sizes) == 1 and len(values) != 1:
-            pairs = [(sizes[0], values)]  # x.view(shape): one argument for all
+            pairs = [(sizes[0], values)]  # x.view(shape): one argument for all sizes
         else:
             pairs = list(zip(sizes, values, strict=False)) if len(sizes) == len(values) else []
         yield from ((s, v) for s, v in pairs if isinstance(s, fx.Node) and s.op == "placeholder")

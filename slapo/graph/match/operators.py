@@ -1,4 +1,4 @@
-"""The table of operators: for each its spellings, its defaults, and what does not matter."""
+"""Table of operators: spellings, defaults, and arguments to ignore."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import nn
 FREE = frozenset({"p", "training", "dropout_p"})
 #: arguments that are never compared
 IGNORED = frozenset({"inplace", "_stacklevel", "cudnn_enable"})
-#: arguments that are sizes: compared only where both sides spell them out
+#: size arguments, compared only if both sides are literals
 SIZES = frozenset({"shape", "normalized_shape"})
-#: arguments that are not compared with a pattern that leaves them out
+#: arguments that are not compared if a pattern omits them
 UNSTATED = FREE | IGNORED | SIZES
 
 
@@ -26,18 +26,18 @@ class Op:
     """An operator: its canonical name, and how its arguments are compared."""
 
     name: str
-    #: parameters that may be left out, with the value that this means
+    #: optional parameters with their defaults
     defaults: Mapping[str, Any]
-    #: two parameters whose values may change places
+    #: two parameters whose values may be swapped
     swap: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """One way to write an operator: its parameters in positional order.
+    """One spelling of an operator: its parameters in positional order.
 
-    The last may be ``*name``, which takes all remaining positional arguments. In a class of modules
-    the parameters behind the first are attributes, as far as it has them.
+    The last may be ``*name``, which takes all remaining positional arguments. For a module class,
+    all but the first are attributes, if it has them.
     """
 
     op: Op
@@ -51,9 +51,9 @@ MODULES: dict[type[nn.Module], Spelling] = {}
 
 
 def _spell(op: Op, params: str, *names: str, inplace: bool = False) -> None:
-    """List names of an operator, in each place that has them, with one order of parameters.
+    """Register names of an operator in torch, functional and Tensor, with one parameter order.
 
-    Names such as ``__add__`` are those of Python's operators.
+    Names such as ``__add__`` are Python operators.
     """
     spelling = Spelling(op, tuple(params.split()), inplace)
     for name in names:
@@ -67,14 +67,14 @@ def _spell(op: Op, params: str, *names: str, inplace: bool = False) -> None:
 def _operator(
     name: str, params: str, *synonyms: str, swap: tuple[str, str] | None = None, **defaults: Any
 ) -> Op:
-    """List an operator, with the same parameters under all its names."""
+    """Register an operator with the same parameters under all its names."""
     op = Op(name, defaults, swap)
     _spell(op, params, name, *synonyms)
     return op
 
 
 def _activation(name: str, params: str = "", **defaults: Any) -> None:
-    """List an operator on each element of one tensor, which may write to it."""
+    """Register an elementwise operator on one tensor, with an in-place form."""
     op = _operator(name, f"input {params} inplace", inplace=False, **defaults)
     _spell(op, f"input {params}", f"{name}_", inplace=True)
 
@@ -82,7 +82,7 @@ def _activation(name: str, params: str = "", **defaults: Any) -> None:
 def _binary(
     name: str, symbol: str = "", extra: str = "", swaps: bool = False, **defaults: Any
 ) -> None:
-    """List an operator on two operands; Python calls it `symbol`, `extra` parameters follow."""
+    """Register an operator on two operands; `symbol` is its Python operator, if any."""
     swap = ("input", "other") if swaps else None
     op = _operator(name, f"input other {extra}", swap=swap, **defaults)
     _spell(op, f"input other {extra}", f"{name}_", inplace=True)
@@ -93,7 +93,7 @@ def _binary(
 
 
 def _list_arithmetic() -> None:
-    """List operators that work element by element, and products of matrices."""
+    """Register elementwise operators and matrix products."""
     for name in (
         *("abs", "cos", "erf", "exp", "log", "neg", "reciprocal", "rsqrt", "sin", "sqrt"),
         *("square", "hardsigmoid", "hardswish", "logsigmoid", "mish", "relu", "relu6", "selu"),
@@ -126,7 +126,7 @@ def _list_arithmetic() -> None:
 
 
 def _list_shapes() -> None:
-    """List operators that move values or change shapes."""
+    """Register operators that move values or change shapes."""
     _operator("reshape", "input *shape", "view")
     _operator("expand", "input *shape", implicit=False)
     _operator("permute", "input *dims")
@@ -145,7 +145,7 @@ def _list_shapes() -> None:
 
 
 def _list_layers() -> None:
-    """List reductions, attention, and the functions behind layers."""
+    """Register reductions, attention, and the functions of layers."""
     for name in ("sum", "mean"):
         _operator(name, "input dim keepdim dtype", dim=None, keepdim=False, dtype=None)
     for name in ("softmax", "log_softmax"):
@@ -168,7 +168,7 @@ def _list_layers() -> None:
 
 
 def _list_modules() -> None:
-    """List the classes of modules that spell an operator."""
+    """Register module classes that spell an operator."""
     spellings = {spelling.op.name.replace("_", ""): spelling for spelling in FUNCTIONS.values()}
     for kind in (
         *(nn.Hardsigmoid, nn.Hardswish, nn.LogSigmoid, nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU),

@@ -1,7 +1,7 @@
-"""Patterns: small functions or modules that say which part of a graph a user means.
+"""Patterns: small functions or modules that describe a part of a graph.
 
-A pattern is ordinary PyTorch code. It is traced once, and the trace is laid over the graph of a
-model by :mod:`slapo.graph.match.search`. The parameters of the pattern are wildcards.
+A pattern is ordinary PyTorch code. It is traced once, and :mod:`slapo.graph.match.search` matches
+the trace with the graph of a model. The parameters of the pattern are wildcards.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _ACTIVE_TRACER: ContextVar[fx.Tracer | None] = ContextVar("slapo_pattern_tracer"
 
 
 def call_module(name_regex: str, *args: Any, **kwargs: Any) -> Any:
-    r"""Stand, within a pattern, for the call of any module whose path matches.
+    r"""Match, within a pattern, the call of any module whose path matches.
 
-    Arguments that the pattern states must match those of the call. Further arguments of the call
-    are free, so ``call_module("attention", x)`` also finds ``self.attention(x, mask=None)``. The
-    path is compared by :func:`re.match`, from its start: ``"fc"`` also matches ``"fc_out"``.
+    Arguments stated in the pattern must match those of the call. Other arguments of the call are
+    free, so ``call_module("attention", x)`` also finds ``self.attention(x, mask=None)``. The path
+    is matched from its start (:func:`re.match`): ``"fc"`` also matches ``"fc_out"``.
 
     >>> import torch.nn.functional as F
     >>> def pattern(x):
@@ -56,14 +56,13 @@ def call_module(name_regex: str, *args: Any, **kwargs: Any) -> Any:
 
 
 class Pattern(nn.Module):
-    """Base class of patterns that are written as modules.
+    """Base class of patterns written as modules.
 
-    Submodules take part by class: one without parameters, such as ``nn.GELU()``, matches any
-    spelling of the same operator with the same settings; one with parameters, such as
-    ``nn.Linear(1, 1)``, matches every call of a module of exactly that class, whatever its sizes
-    and weights. A :class:`ModulePattern` matches by path. A tensor that the pattern itself holds is
-    a constant, as are those that a pattern function captures: it matches a tensor of the same
-    dtype, shape and values only.
+    Submodules match by class. One without parameters, such as ``nn.GELU()``, matches any spelling
+    of the same operator with the same settings. One with parameters, such as ``nn.Linear(1, 1)``,
+    matches every call of a module of exactly that class, with any sizes and weights. A
+    :class:`ModulePattern` matches by path. Tensors that the pattern holds, or that a pattern
+    function captures, are constants. They match tensors of equal dtype, shape and values only.
 
     >>> class Mlp(Pattern):
     ...     def __init__(self):
@@ -82,7 +81,7 @@ class Pattern(nn.Module):
 
 
 class ModulePattern(nn.Module):
-    """A submodule of a :class:`Pattern` that acts as :func:`call_module` does.
+    """Submodule of a :class:`Pattern` that matches like :func:`call_module`.
 
     >>> ModulePattern("query|key|value")
     ModulePattern('query|key|value')
@@ -98,26 +97,25 @@ class ModulePattern(nn.Module):
         return repr(self.name_regex)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand for the call of a module; only within a pattern."""
+        """Match the call of a module; valid within a pattern only."""
         return call_module(self.name_regex, *args, **kwargs)
 
 
 class _PatternTracer(fx.Tracer):
-    """Keeps submodules whole, except for containers and nested patterns."""
+    """Tracer that enters only containers and nested patterns."""
 
     def create_arg(self, a: Any) -> Any:
-        """Take a parameter of some model, which a pattern function captures, as any tensor."""
+        """Treat a captured parameter of another model as a plain tensor."""
         if isinstance(a, nn.Parameter) and all(a is not own for own in self.root.parameters()):
             a = a.detach()
         return super().create_arg(a)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Return whether the trace stops at `m`."""
         return not isinstance(m, (Pattern, ModulePattern, nn.Sequential))
 
 
 def trace_pattern(pattern: Callable[..., Any] | type[nn.Module] | nn.Module) -> fx.Graph:
-    """Trace a pattern, whose placeholders are wildcards; ``ValueError``, ``TypeError`` if none."""
+    """Trace a pattern; placeholders are wildcards. Raises ValueError or TypeError."""
     root = _instantiate(pattern)
     tracer = _PatternTracer()
     token = _ACTIVE_TRACER.set(tracer)
@@ -133,7 +131,7 @@ def trace_pattern(pattern: Callable[..., Any] | type[nn.Module] | nn.Module) -> 
         ) from error
     finally:
         _ACTIVE_TRACER.reset(token)
-        for name in set(attributes) - before:  # fx puts the tensors that a forward captures there
+        for name in set(attributes) - before:  # fx stores the tensors that a forward captures there
             del attributes[name]
     output = graph.output_node()
     if all(node.op in WILDCARD_OPS for node in output.all_input_nodes):
@@ -145,7 +143,7 @@ def trace_pattern(pattern: Callable[..., Any] | type[nn.Module] | nn.Module) -> 
 
 
 def _instantiate(pattern: Any) -> Callable[..., Any]:
-    """Return an instance if `pattern` is a class, else `pattern` itself."""
+    """Instantiate a pattern class; return other patterns unchanged."""
     kinds = "pass a function, a Pattern or a regular expression"
     if isinstance(pattern, type) and not issubclass(pattern, nn.Module):
         raise TypeError(
@@ -171,7 +169,7 @@ def _instantiate(pattern: Any) -> Callable[..., Any]:
 
 
 def _keep_objects(graph: fx.Graph, root: nn.Module) -> None:
-    """Store the modules and constants that a graph names on its nodes: it then stands alone."""
+    """Store the modules and constants of a graph on its nodes, so that it needs no root."""
     for node in graph.nodes:
         if node.op == "call_module":
             node.meta[PATTERN_MODULE] = root.get_submodule(node.target)
@@ -179,13 +177,13 @@ def _keep_objects(graph: fx.Graph, root: nn.Module) -> None:
             path, _, name = node.target.rpartition(".")
             owner = root.get_submodule(path)
             is_weight = name in owner._parameters or name in owner._buffers
-            # The weights of a layer are what it happened to be made with: they stand for any.
+            # The weights of a layer are arbitrary, so they match any.
             if isinstance(owner, Pattern) or not is_weight:
                 node.meta[PATTERN_TENSOR] = getattr(owner, name)
 
 
 def compile_name(regex: str) -> re.Pattern[str]:
-    """Compile a regular expression on paths of modules, or raise ``TypeError``, ``ValueError``."""
+    """Compile a regular expression for module paths; raises TypeError or ValueError."""
     if not isinstance(regex, str):
         raise TypeError(f"the name of a module is a regular expression (str), got {regex!r}")
     try:
@@ -197,7 +195,6 @@ def compile_name(regex: str) -> re.Pattern[str]:
 
 
 def _describe(pattern: Any) -> str:
-    """Name a pattern in a message."""
     if isinstance(pattern, nn.Module):
         return type(pattern).__name__
     return str(getattr(pattern, "__qualname__", pattern))

@@ -1,4 +1,4 @@
-"""The operations of a traced pattern, in the form that the search compares with a graph."""
+"""Operations of a traced pattern, prepared for comparison with a graph."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ class Step:
 
     node: fx.Node
     call: Call
-    #: the path of the module, where the pattern calls one by name
+    #: the path expression, if the pattern calls a module by name
     regex: re.Pattern[str] | None = None
     #: the submodule of the pattern that is called
     module: nn.Module | None = None
     #: arguments that are sizes
     sizes: Mapping[str, Any] = field(default_factory=dict)
-    #: arguments that the trace spells out with their defaults, though the pattern may not
+    #: arguments that a trace states with their defaults, though the pattern may not
     implied: frozenset[str] = frozenset()
-    #: true if constants may be any
+    #: True if any constants match
     is_open: bool = False
 
     @property
     def operands(self) -> list[fx.Node]:
-        """The nodes of the pattern that are arguments."""
+        """The pattern nodes among the arguments."""
         return nodes_in(self.call.args)
 
 
 def pattern_steps(graph: fx.Graph) -> dict[fx.Node, Step]:
-    """List the operations of a pattern that its outputs depend on, but not those of sizes."""
+    """Return the operations that a pattern's outputs depend on, without those of sizes."""
     steps: dict[fx.Node, Step] = {}
     pending = list(graph.output_node().all_input_nodes)
     while pending:
@@ -64,7 +64,7 @@ def pattern_steps(graph: fx.Graph) -> dict[fx.Node, Step]:
 
 
 def _step(node: fx.Node) -> Step:
-    """Describe one operation of a pattern."""
+    """Convert one node of a pattern to a step."""
     module = node.meta.get(PATTERN_MODULE)
     regex, args = None, node.args
     if node.target is call_module:
@@ -84,7 +84,7 @@ def _step(node: fx.Node) -> Step:
 
 
 def _operator_step(node: fx.Node, call: Call, module: nn.Module | None) -> Step:
-    """Describe the call of a function, a method or a module without state."""
+    """Convert the call of a function, a method or a stateless module to a step."""
     given = call.args or {}
     if node.meta.get(PATTERN_OF_CHAIN) == "open":
         values = {name: value for name, value in given.items() if nodes_in(value)}
@@ -102,7 +102,7 @@ def _operator_step(node: fx.Node, call: Call, module: nn.Module | None) -> Step:
 
 
 def _with_tensors(args: Mapping[str | int, Any]) -> dict[str | int, Any]:
-    """Put the tensors that a pattern holds instead of the nodes that look them up."""
+    """Replace get_attr nodes by the tensors that a pattern holds."""
     return {
         name: fx.map_arg(value, lambda node: node.meta.get(PATTERN_TENSOR, node))
         for name, value in args.items()
@@ -110,7 +110,7 @@ def _with_tensors(args: Mapping[str | int, Any]) -> dict[str | int, Any]:
 
 
 def _check_connected(steps: dict[fx.Node, Step]) -> None:
-    """Refuse a pattern whose parts share no value: nothing would say which parts go together."""
+    """Refuse a pattern of unconnected parts, as any combination of them would match."""
     parts: list[set[fx.Node]] = []
     for node, step in steps.items():
         part = {node, *step.operands}

@@ -1,7 +1,7 @@
 """Search for patterns in a graph, along its data flow.
 
-A search begins at an anchor, the operation of the pattern that the graph has least often, and
-follows edges from there: its cost does not depend on what else the graph holds.
+A search starts at an anchor, the pattern's operation with the fewest candidates in the graph, and
+follows edges. Its cost does not depend on the rest of the graph.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from slapo.graph.trace.nodes import CONTAINERS, ModuleLookup, Pair, inner_pairs,
 
 
 class Match(list[fx.Node]):
-    """The nodes of a match, in graph order, with what the pattern's arguments stand for."""
+    """The nodes of a match in graph order, with the values of the pattern's arguments."""
 
     def __init__(self, nodes: Iterable[fx.Node], values: Mapping[str, Any] | None = None) -> None:
         super().__init__(nodes)
         self._values = dict(values or {})
-        # Rewrites beside the match put other nodes in place of its inputs, so an input is looked
-        # up where the match uses it.
+        # Rewrites beside the match may replace its inputs, so an input is looked up in its user's
+        # arguments.
         self._places: dict[fx.Node, tuple[fx.Node, int]] = {}
         for user in self if self._values else ():
             for index, value in enumerate(_operands(user)):
@@ -46,14 +46,14 @@ class Match(list[fx.Node]):
 
     @property
     def bindings(self) -> dict[str, Any]:
-        """Name of each argument that the pattern uses -> what it stands for, in its order.
+        """Argument of the pattern -> its value, in the pattern's order.
 
-        That is a node, a constant, a :class:`.canonical.ModuleState`, or a container of these.
+        A value is a node, a constant, a :class:`.canonical.ModuleState`, or a container of these.
         """
         return {name: fx.map_arg(value, self._present) for name, value in self._values.items()}
 
     def _present(self, node: fx.Node) -> fx.Node:
-        """The node that is used where `node` was."""
+        """Return the node that is now used where `node` was."""
         user, index = self._places.get(node, (None, 0))
         operands = [] if user is None or user._erased else _operands(user)
         return operands[index] if index < len(operands) else node
@@ -71,10 +71,9 @@ def find_subgraphs(
 ) -> list[Match]:
     """Find all places where a graph computes what a pattern computes, in graph order.
 
-    Nodes that compute sizes, as ``view`` takes them, belong to a match if nothing else uses them.
-    An argument of the pattern binds neither None nor a value that the match itself computes. A
-    functional call also matches a module, with any attributes where the call states nothing, and
-    any sizes: ``F.layer_norm(x, 1024)`` matches any ``nn.LayerNorm``.
+    Nodes that only compute sizes belong to a match if nothing else uses them. A pattern's argument
+    never binds None or a value that the match computes. A functional call also matches a module,
+    with any sizes and unstated attributes: ``F.layer_norm(x, 1024)`` matches any ``nn.LayerNorm``.
     """
     traced = pattern if isinstance(pattern, fx.Graph) else trace_pattern(pattern)
     steps = pattern_steps(traced)
@@ -96,7 +95,7 @@ def find_subgraphs(
 
 
 def find_by_name(graph: fx.Graph, regex: str | re.Pattern[str]) -> list[Match]:
-    """Find the calls of modules whose path matches, by :func:`re.match`: one match for each."""
+    """Find calls of modules whose path matches (:func:`re.match`), one match per call."""
     compiled = regex if isinstance(regex, re.Pattern) else compile_name(regex)
     called = ((node, called_path(node)) for node in graph.nodes)
     return [Match([node]) for node, path in called if path is not None and compiled.match(path)]
@@ -105,14 +104,14 @@ def find_by_name(graph: fx.Graph, regex: str | re.Pattern[str]) -> list[Match]:
 def furthest(
     steps: dict[fx.Node, Step], index: GraphIndex, anchor: fx.Node, node: fx.Node
 ) -> dict[fx.Node, fx.Node]:
-    """Operations of a pattern -> nodes: the most that fit together with `anchor` at `node`."""
+    """Return the largest match with `anchor` at `node`: operation of the pattern -> node."""
     attempt = _Unification(steps, index, ())
     attempt.run(anchor, node)
     return attempt.furthest
 
 
 class _Unification:
-    """The attempt to lay a pattern over a graph with one of its operations fixed."""
+    """Attempt to match a pattern with one operation fixed."""
 
     def __init__(
         self, steps: dict[fx.Node, Step], index: GraphIndex, taken: Collection[fx.Node]
@@ -124,12 +123,12 @@ class _Unification:
         self.furthest: dict[fx.Node, fx.Node] = {}
 
     def run(self, anchor: fx.Node, node: fx.Node) -> Match | None:
-        """Match with `anchor` at `node`; None if it does not."""
+        """Match with `anchor` at `node`; return None on failure."""
         self._unify([(anchor, node)])
         return self._found
 
     def _unify(self, pending: list[Pair]) -> bool:
-        """Match pairs of a pattern's and a graph's value, and then all that is connected."""
+        """Match pairs of pattern and graph values, and then everything connected to them."""
         while pending:
             (wanted, value), pending = pending[0], pending[1:]
             if isinstance(wanted, fx.Node) and wanted not in self._bound:
@@ -152,12 +151,12 @@ class _Unification:
         return any(self._unify([(wanted, user)]) for user in sorted(users))
 
     def _note_progress(self) -> None:
-        """Remember how far the search came, to tell when it fails."""
+        """Record the largest partial match, for diagnosis."""
         if len(self._images) > len(self.furthest):
             self.furthest = {node: self._bound[node] for node in self._steps if node in self._bound}
 
     def _bind(self, wanted: fx.Node, value: Any, rest: list[Pair]) -> bool:
-        """Let a node of the pattern stand for `value`, if the rest can be matched then."""
+        """Bind a node of the pattern to `value` if the rest can be matched then."""
         step = self._steps.get(wanted)
         ways: Iterable[list[Pair]] = [[]]
         if step is not None:
@@ -176,7 +175,7 @@ class _Unification:
         return False
 
     def _step_fits(self, step: Step, node: fx.Node) -> bool:
-        """Return whether a node is the operation, is free, and writes to nothing seen outside."""
+        """Return whether a node is the operation, is free, and writes only private values."""
         if node in self._images or node in self._taken or not self._index.fits(step, node):
             return False
         call = self._index.call(step, node)
@@ -184,7 +183,7 @@ class _Unification:
         return not writes or is_private((call.args or {}).get("input"), self._index.modules)
 
     def _frontier(self) -> tuple[fx.Node, Collection[fx.Node]] | None:
-        """Choose the unbound operation with the fewest nodes that it may be."""
+        """Return the unbound operation with the fewest candidates, or None."""
         choices = [
             (wanted, bound.users if isinstance(bound, fx.Node) else ())
             for wanted, step in self._steps.items()
@@ -194,7 +193,7 @@ class _Unification:
         return min(choices, key=lambda choice: len(choice[1]), default=None)
 
     def _finish(self) -> bool:
-        """Accept the match unless an input of the pattern is a value of the match itself."""
+        """Accept the match unless an input of the pattern is computed by the match itself."""
         bound = {wanted: v for wanted, v in self._bound.items() if wanted.op in WILDCARD_OPS}
         if len(self._images) < len(self._steps) or self._images & set(nodes_in(bound)):
             return False
@@ -210,13 +209,13 @@ class _Unification:
         return True
 
     def _bound_sizes(self) -> dict[fx.Node, Any] | None:
-        """Values of arguments among sizes; None if one would have two different values."""
+        """Return the values of arguments among sizes; None if an argument has two values."""
         found: dict[fx.Node, Any] = {}
         for wanted, step in self._steps.items():
             given = self._index.call(step, self._bound[wanted]).args or {} if step.sizes else {}
             for argument, value in size_arguments(step.sizes, given):
                 known = self._bound.get(argument, found.get(argument, MISSING))
-                # A size that a graph computes may be equal to any.
+                # A computed size may be equal to any.
                 is_literal = not is_size(known) and not is_size(value)
                 if known is MISSING and not follows_from(value, self._images):
                     found[argument] = value
@@ -226,7 +225,7 @@ class _Unification:
 
 
 def _wildcard_fits(wanted: fx.Node, value: Any) -> bool:
-    """Return whether a wildcard may stand for `value`; None is the absence of a value."""
+    """Return whether a wildcard matches `value`; None is the absence of a value."""
     if wanted.op == "get_attr" and PATTERN_OF_CHAIN in wanted.meta:
         same = (wanted.op, wanted.target)
         return isinstance(value, fx.Node) and (value.op, value.target) == same

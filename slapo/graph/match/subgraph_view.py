@@ -1,4 +1,4 @@
-"""Some operations of a traced module as a module of its own, over the state of the first."""
+"""Module view of some operations of a traced module, sharing its state."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _CODE = "_slapo_code"
 
 
 class SubgraphView(fx.GraphModule):
-    """Runs operations of `owner`, whose children and parameters it looks up by name at each call.
+    """Module that runs operations of `owner`, looking up children and parameters at each call.
 
-    So it follows when one of them is replaced there. It has no state of its own: its tables of
-    parameters and children are those of the owner.
+    It therefore follows replacements in the owner. It has no state of its own: its tables are the
+    owner's.
     """
 
     owner: nn.Module
-    #: path, in the owner, of the module around the view; set when it has one
+    #: path, in the owner, of the module that wraps the view; set once it has one
     name: str
-    #: numbers of the rewrites of the owner that were done in this graph
+    #: numbers of the owner's rewrites that were applied to this graph
     rewritten_by: set[int]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SubgraphView:
-        """Make an object of the class itself, not of a class for each graph as fx does."""
+        """Make an object of the class itself, not of a class per graph as fx does."""
         return object.__new__(cls)
 
     def __init__(self, owner: nn.Module, graph: fx.Graph) -> None:
@@ -40,20 +40,20 @@ class SubgraphView(fx.GraphModule):
 
     @property
     def code(self) -> str:
-        """The graph as Python."""
+        """The graph as Python code."""
         return self._graph.python_code("self").src
 
     def recompile(self) -> Any:
         self.__dict__[_CODE] = code_of(self._graph)
 
     def forward(self, *inputs: Any) -> Any:
-        """Run the operations on the state of the owner."""
+        """Run the operations on the owner's state."""
         return self.__dict__[_CODE](self.owner, *inputs)
 
     __repr__ = nn.Module.__repr__
     __str__ = nn.Module.__repr__
 
-    __deepcopy__: Any = None  # by __reduce__, unlike other graph modules
+    __deepcopy__: Any = None  # copied by __reduce__, unlike other graph modules
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = {name: value for name, value in self.__dict__.items() if name != _CODE}
@@ -77,6 +77,6 @@ def subgraph_view(
 
 
 def views_of(owner: nn.Module) -> list[SubgraphView]:
-    """The views of operations of a module, which its children wrap."""
+    """Return the views of a module's operations, which its children wrap."""
     inner = (innermost(child) for child in owner._modules.values() if child is not None)
     return [each for each in inner if isinstance(each, SubgraphView) and each.owner is owner]

@@ -1,4 +1,4 @@
-"""Equality of the values in a pattern with those in a graph."""
+"""Equality of pattern values and graph values."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compare dtype, shape and values, on any device; tensors on ``meta`` have no values."""
+    """Compare dtype, shape and values on any device; meta tensors have no values."""
     if one.dtype != other.dtype or one.shape != other.shape or one.is_meta or other.is_meta:
         return False
     here, there = one.detach(), other.detach().to(one.device)
     try:
         return bool(((here == there) | ((here != here) & (there != there))).all())
-    except RuntimeError:  # of a type without comparison
+    except RuntimeError:  # dtypes without comparison
         return False
 
 
 def same_settings(wanted: nn.Module, module: nn.Module) -> bool:
-    """Compare what two modules of a class were made with; those with parameters are all alike."""
+    """Compare the settings of two modules of a class; modules with parameters are all equal."""
     if wanted is module or next(wanted.parameters(), None) is not None:
         return True
     ones, others = dict(wanted.named_modules()), dict(module.named_modules())
@@ -66,8 +66,8 @@ def same_settings(wanted: nn.Module, module: nn.Module) -> bool:
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
-    """List the plain attributes of a module, as far as they decide what it computes."""
+    """Return the plain attributes of a module that determine its result."""
     skipped = {"training", "inplace"}
     if isinstance(module, _DropoutNd):
-        skipped.add("p")  # a dropout matches whatever its probability
+        skipped.add("p")  # a dropout matches any probability
     return {k: v for k, v in vars(module).items() if not k.startswith("_") and k not in skipped}

@@ -1,1 +1,1 @@
-"""Matched operations give way to calls of other modules and functions."""
+"""Replacement of matched operations by calls of other modules and functions."""

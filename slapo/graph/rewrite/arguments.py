@@ -1,4 +1,4 @@
-"""How the inputs of a subgraph become the arguments of what takes its place."""
+"""Mapping of a subgraph's inputs to the arguments of its replacement."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 @dataclass(frozen=True)
 class Callee:
-    """The parameters of a callable, without the callable itself: what a rewrite keeps of it."""
+    """The parameters of a callable without the callable, which a rewrite keeps."""
 
-    #: its name in messages, such as "module GELU"
+    #: name in messages, such as "module GELU"
     label: str
-    #: without ``self``; None if it has no readable signature
+    #: without ``self``; None if there is no readable signature
     parameters: tuple[Parameter, ...] | None
-    #: true if the signature says that it returns one tensor
+    #: True if the signature states that one tensor is returned
     returns_tensor: bool = False
 
     @classmethod
@@ -51,7 +51,7 @@ class Callee:
 
     @property
     def names(self) -> list[str]:
-        """The parameters that can be given by name."""
+        """The parameters that can be passed by name."""
         return [p.name for p in self.parameters or () if p.kind not in _REST]
 
     def takes(self, kind: Any) -> bool:
@@ -59,7 +59,7 @@ class Callee:
         return any(p.kind is kind for p in self.parameters or ())
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        """Write a call down with the names of the parameters."""
+        """Format a call with the names of the parameters."""
         names = [p.name for p in self.parameters or () if p.kind in _POSITIONAL]
         shown = [f"{name}={value}" for name, value in zip(names, args, strict=False)]
         shown += map(str, args[len(names) :])
@@ -69,7 +69,7 @@ class Callee:
 
 def _signature_of(new: Callable[..., Any]) -> inspect.Signature | None:
     target: Any = new.forward if isinstance(new, nn.Module) else new
-    original = getattr(new, "_orig_mod", None)  # of a module that torch.compile has wrapped
+    original = getattr(new, "_orig_mod", None)  # module wrapped by torch.compile
     if isinstance(original, nn.Module):
         return _signature_of(original)
     schema = getattr(target, "schema", None)
@@ -95,7 +95,7 @@ def _schema_parameters(schema: torch.FunctionSchema) -> list[Parameter]:
 
 
 def _defaults_of(old: Callable[..., Any]) -> dict[str, Any]:
-    """Read the defaults of a callable; torch tells those of its operators in their schemas."""
+    """Return the defaults of a callable; torch operators have them in their schemas."""
     signature = _signature_of(old)
     if signature is None:
         packet = getattr(torch.ops.aten, getattr(old, "__name__", ""), None)
@@ -112,12 +112,12 @@ def plan_call(
     concrete_args: Mapping[str, Any],
     bindings: Mapping[str, Any],
 ) -> Arguments:
-    """Distribute the inputs of a subgraph over the parameters of a callable.
+    """Assign the inputs of a subgraph to the parameters of a callable.
 
-    A parameter in `concrete_args` gets the value there. One that is called as an argument of the
-    pattern gets the value in `bindings`, which has them in the pattern's order. The other values go
-    to the parameters without default that are left, in the pattern's order and then in the order
-    of first use. Constants and sizes among them are given only where parameters are left for them.
+    Parameters in `concrete_args` get the value there, and those named like a pattern's argument the
+    value in `bindings`. Other values fill the remaining required parameters, first in the pattern's
+    order, then in order of first use. Constants and sizes are passed only if parameters are left
+    for them.
     """
     names = callee.names
     bound = {name: value for name, value in bindings.items() if name in names}
@@ -150,14 +150,13 @@ def plan_call(
 
 
 def _is_required(parameter: Parameter) -> bool:
-    """Return whether a parameter must be given by position."""
     return parameter.kind in _POSITIONAL and parameter.default is Parameter.empty
 
 
 def _check_names(
     callee: Callee, concrete_args: Mapping[str, Any], given: Mapping[str, Any]
 ) -> None:
-    """Refuse constants for parameters that do not exist, and keyword-only ones without a value."""
+    """Refuse constants for unknown parameters, and keyword-only parameters without a value."""
     unknown = [name for name in concrete_args if name not in callee.names]
     if unknown and not callee.takes(Parameter.VAR_KEYWORD):
         raise ValueError(
@@ -179,7 +178,7 @@ def _distribute(
     values: dict[str, Any],
     concrete_args: Mapping[str, Any],
 ) -> Arguments:
-    """Give values by position up to the first that is fixed or left out, then by name."""
+    """Pass values by position up to the first fixed or omitted one, then by name."""
     rest = list(inputs)
     for parameter in parameters:
         if _is_required(parameter) and parameter.name not in values and rest:
@@ -187,7 +186,7 @@ def _distribute(
     args: list[Any] = []
     for parameter in parameters:
         is_input = _is_required(parameter) and parameter.name not in concrete_args
-        # What goes into *args can only be reached if all before it is given by position too.
+        # *args can only be filled if all parameters before it are positional too.
         by_position = is_input or parameter.kind is Parameter.POSITIONAL_ONLY or bool(rest)
         if parameter.kind not in _POSITIONAL or parameter.name not in values or not by_position:
             break
@@ -198,7 +197,7 @@ def _distribute(
 def common_bindings(
     callee: Callee, bindings: Sequence[Mapping[str, Any]], concrete_args: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Find what the arguments of a pattern stand for in all of several matches."""
+    """Return the bindings of a pattern's arguments that are equal in all matches."""
     first = dict(bindings[0]) if bindings else {}
     for name in list(first):
         values = [other.get(name) for other in bindings]
@@ -216,10 +215,10 @@ def common_bindings(
 def plan_same_call(
     node: fx.Node, old: Callable[..., Any], callee: Callee, concrete_args: Mapping[str, Any]
 ) -> Arguments:
-    """Give a callable the arguments of a node.
+    """Pass the arguments of a node to a callable.
 
-    A keyword argument that it lacks is left out if it equals the default of `old`, which the node
-    calls: traces spell defaults out.
+    A keyword argument that it lacks is dropped if it equals the default of the called `old`, as
+    traces state defaults.
     """
     args, kwargs = tuple(node.args), dict(node.kwargs)
     if callee.parameters is None:

@@ -1,4 +1,4 @@
-"""Effects of graph nodes beside their value: writes, views, and random draws."""
+"""Side effects of graph nodes: writes, views, and random draws."""
 
 from __future__ import annotations
 
@@ -34,41 +34,41 @@ _DRAWING = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
 class Effects:
-    """The effects of the nodes of one graph: of a graph module, or of a view of a traced one."""
+    """Effects of the nodes of one graph, of a graph module or of a traced module's view."""
 
     def __init__(self, gm: HasGraph) -> None:
         self._gm = gm
         self._roots: dict[fx.Node, frozenset[Root]] = {}
 
     def writes(self, node: fx.Node) -> set[Root]:
-        """Values that a node changes in place, the state of a module that it calls included."""
+        """Return the values that a node changes in place, including state of a called module."""
         written = self.roots(written_operands(node, self._gm.get_submodule))
         if written and changes_sizes(node):
             written |= {("sizes", root) for root in written}
         return written | self._state_of(node)[1]
 
     def reads(self, node: fx.Node) -> set[Root]:
-        """Values that a node reads; of sizes, those whose writes change sizes."""
+        """Return the values that a node reads; a size query reads only the sizes."""
         roots = self.roots(node.all_input_nodes)
         if is_size(node):
             return {("sizes", root) for root in roots}
         return roots | self._state_of(node)[0]
 
     def draws(self, node: fx.Node) -> bool:
-        """Return whether a node draws random numbers, be it in training only."""
+        """Return whether a node draws random values, even if only in training."""
         if "draws" in node.meta.get(MARKS, ()):
             return True
         if (module := called_module(self._gm, node)) is not None:
             return draws_in(module)
         if node.op not in FUNCTIONS:
             return False
-        # Higher-order operators take functions that the module has.
+        # Higher-order operators take functions that are modules of the graph.
         values = map(self._looked_up, node.all_input_nodes)
         functions = (value for value in values if isinstance(value, nn.Module))
         return draws_random_numbers(node) or any(map(draws_in, functions))
 
     def roots(self, values: Iterable[fx.Node]) -> set[Root]:
-        """The memory that values may share with others, found by going up along views."""
+        """Return the memory that values may share, found by following views upward."""
         asked = list(values)
         pending, above = list(asked), dict[fx.Node, list[fx.Node]]()
         while pending:
@@ -76,30 +76,31 @@ class Effects:
             if value not in self._roots and value not in above:
                 above[value] = self.viewed(value)
                 pending.extend(above[value])
-        for value in sorted(above):  # what is viewed stands before its views
+        for value in sorted(above):  # viewed values precede their views
             known = [self._roots[v] for v in above[value]] or [frozenset({self._root(value)})]
             self._roots[value] = frozenset().union(*known)
         return set().union(*(self._roots[value] for value in asked))
 
     def viewed(self, node: fx.Node) -> list[fx.Node]:
-        """The inputs that the value of a node may share memory with."""
+        """Return the inputs that a node's value may share memory with."""
         return viewed_operands(node, self._gm.get_submodule)
 
     def _state_of(self, node: fx.Node) -> tuple[set[Root], set[Root]]:
-        """The state that a called module uses, and what of it the module may change."""
+        """Return the state that a called module uses, and the part that it may change."""
         module = called_module(self._gm, node)
         if module is None:
             return set(), set()
         if isinstance(module, SubgraphView):
-            used, changed = Effects(module)._all_state()  # a view holds all and uses little
+            # a view holds the owner's full state but uses little of it
+            used, changed = Effects(module)._all_state()
         else:
             changed = _state(module.buffers())
             used = changed | _state(module.parameters())
-        rescales = getattr(module, "max_norm", None) is not None  # rows that it looks up
+        rescales = getattr(module, "max_norm", None) is not None  # embedding rows that it looks up
         return used, used if rescales or "writes" in node.meta.get(MARKS, ()) else changed
 
     def _all_state(self) -> tuple[set[Root], set[Root]]:
-        """The state that the whole graph uses, and what of it may change."""
+        """Return the state that the full graph uses, and the part that may change."""
         nodes = self._gm.graph.nodes
         looked_up = (self._looked_up(node) for node in nodes)
         used = _state(value for value in looked_up if isinstance(value, torch.Tensor))
@@ -111,12 +112,12 @@ class Effects:
         return ("state", id(tensor)) if isinstance(tensor, torch.Tensor) else value
 
     def _looked_up(self, node: fx.Node) -> Any:
-        found: Any = self._gm  # a view looks modules up as a module does
+        found: Any = self._gm  # a view looks up modules as a module does
         return attribute(found, str(node.target)) if node.op == "get_attr" else None
 
 
 def called_module(gm: HasGraph, node: fx.Node) -> nn.Module | None:
-    """The module that a node calls, without its wrappers; None if it calls none."""
+    """Return the module that a node calls, without its wrappers, or None."""
     target: Any = node.target
     if isinstance(target, HeldModule):
         return innermost(target.module)
@@ -124,14 +125,14 @@ def called_module(gm: HasGraph, node: fx.Node) -> nn.Module | None:
 
 
 def draws_in(module: nn.Module) -> bool:
-    """Return whether a module draws random numbers in training, whatever its present mode."""
+    """Return whether a module draws random values in training, whatever its current mode."""
     module = innermost(module)
-    if isinstance(module, fx.GraphModule):  # its children count where they are called
+    if isinstance(module, fx.GraphModule):  # its children count where the graph calls them
         effects = Effects(module)
         return any(effects.draws(node) for node in module.graph.nodes)
     if isinstance(module, _DropoutNd):
         return module.p > 0
-    # Dropout that a module calls as a function, such as ``attention_dropout``.
+    # Functional dropout with a rate such as ``attention_dropout``.
     rates = [value for name, value in vars(module).items() if "drop" in name]
     if isinstance(module, _DRAWING) or any(isinstance(r, float) and r > 0 for r in rates):
         return True

@@ -1,4 +1,4 @@
-"""The plan of a rewrite of one graph: checked in full before anything changes."""
+"""Plan of a rewrite of one graph, checked completely before anything changes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from slapo.graph.trace.operator_effects import MARKS
 
 @dataclass
 class Plan:
-    """A rewrite of one graph; :func:`lay_out` makes and checks it.
+    """A rewrite of one graph, made and checked by :func:`lay_out`.
 
-    The last node of each chain gives its value. The new call will stand before `place`; side by
-    side it gives one result for each chain. `meta` is what is noted with the call.
+    The last node of each chain is its result. The new call goes before `place`; side by side it
+    returns one result per chain. `meta` is stored on the call.
     """
 
     graph: fx.Graph
@@ -35,18 +35,19 @@ class Plan:
     kwargs: Mapping[str, Any]
     side_by_side: bool
     meta: dict[str, Any] = field(default_factory=dict)
-    #: the new call, once it is there
+    #: the new call, once inserted
     call: fx.Node | None = None
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """The operations that go, in graph order."""
+        """The replaced operations, in graph order."""
         return sorted(node for chain in self.chains for node in chain)
 
     def carry_out(self, target: Any, checked: bool = False) -> None:
-        """Put the call of a submodule, by its path, or of a function where the operations are.
+        """Replace the operations by the call of a function, or of a submodule by its path.
 
-        In a graph that runs and is not looked at, results side by side are `checked` by a node.
+        With `checked`, a node checks side-by-side results. It is meant for graphs that run but are
+        never shown.
         """
         graph, nodes = self.graph, self.nodes
         inputs = subgraph_inputs(nodes)
@@ -71,7 +72,7 @@ class Plan:
 
 
 def check_results(results: Any, count: int, name: str) -> None:
-    """Refuse other than one result for each chain: an index would take a tensor's rows for them."""
+    """Require one result per chain, since indexing a single tensor would take its rows."""
     is_tensor = isinstance(results, Tensor)
     if is_tensor or len(results) != count:
         given = "one tensor" if is_tensor else f"{len(results)} results"
@@ -79,7 +80,7 @@ def check_results(results: Any, count: int, name: str) -> None:
 
 
 def wrong_results(callee: str, given: str, count: int) -> str:
-    """Say what a call must return that takes the place of several chains."""
+    """Return the message for a replacement of several chains with wrong results."""
     return (
         f"{callee} returns {given}, but takes the place of {count} subgraphs side by side; "
         f"return a tuple of {count} results, one for each subgraph"
@@ -93,7 +94,7 @@ def lay_out(
     kwargs: Mapping[str, Any],
     side_by_side: bool = False,
 ) -> Plan:
-    """Check that one call can take the place of operations; nothing is changed."""
+    """Check that one call can replace the operations, without changing anything."""
     ordered = [in_order(gm.graph, chain) for chain in chains]
     for chain in ordered:
         check_closed(chain)
@@ -105,7 +106,7 @@ def lay_out(
 
 
 def in_order(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node]:
-    """Put the nodes of a subgraph in graph order; refuse nodes that are not operations of it."""
+    """Sort the nodes of a subgraph in graph order; refuse nodes that are not its operations."""
     unique = set(nodes)
     for node in unique:
         if not isinstance(node, fx.Node):
@@ -125,7 +126,7 @@ def in_order(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def check_closed(nodes: Collection[fx.Node]) -> None:
-    """Refuse, by a ``ValueError``, a subgraph of which more than the last value is used outside."""
+    """Refuse a subgraph if more than its last value is used outside."""
     inside = set(nodes)
     for node in sorted(inside)[:-1]:
         for user in node.users:
@@ -137,14 +138,14 @@ def check_closed(nodes: Collection[fx.Node]) -> None:
 
 
 def subgraph_inputs(nodes: Collection[fx.Node]) -> list[fx.Node]:
-    """List the values that a subgraph takes from outside, in order of first use."""
+    """Return the values that a subgraph takes from outside, in order of first use."""
     inside = set(nodes)
     inputs = (value for node in sorted(inside) for value in node.all_input_nodes)
     return list(dict.fromkeys(value for value in inputs if value not in inside))
 
 
 def common_inputs(chains: Sequence[Sequence[fx.Node]]) -> list[fx.Node]:
-    """The inputs of side-by-side subgraphs; refuses those that are not independent."""
+    """Return the inputs of side-by-side subgraphs; refuse dependent subgraphs."""
     if not chains:
         raise ValueError("there is no subgraph to replace; hand over what find() returned")
     owner: dict[fx.Node, int] = {}
@@ -160,7 +161,7 @@ def common_inputs(chains: Sequence[Sequence[fx.Node]]) -> list[fx.Node]:
                     f"subgraph {owner[value]} feeds subgraph {index} (by {value.name!r}), so they "
                     "cannot become one call; replace them one by one, or as one chain"
                 )
-        # The sizes that a subgraph uses may differ: a call can do without them.
+        # The sizes that a subgraph uses may differ, as a call can do without them.
         if not all(map(is_size, set(values) ^ set(inputs[0]))):
             raise ValueError(
                 f"the subgraphs have different inputs: {inputs[0]} and {values}; "
@@ -170,7 +171,7 @@ def common_inputs(chains: Sequence[Sequence[fx.Node]]) -> list[fx.Node]:
 
 
 def _place_before_uses(chains: Sequence[Sequence[fx.Node]], arguments: Any) -> fx.Node:
-    """Find the node before which a call can stand: after its inputs, before all uses."""
+    """Return the node before which a call can be placed: after its inputs, before all uses."""
     inside = {node for chain in chains for node in chain}
     inputs = {*subgraph_inputs(inside), *nodes_in(arguments)}
     start, last_input = min(inside), max(inputs, default=None)
@@ -187,14 +188,14 @@ def _place_before_uses(chains: Sequence[Sequence[fx.Node]], arguments: Any) -> f
 
 
 def _with_state(graph: fx.Graph, value: Any) -> Any:
-    """Look up the parameters of called modules that are arguments now."""
+    """Insert get_attr nodes for module parameters that are arguments now."""
     if isinstance(value, ModuleState):
         return graph.create_node("get_attr", f"{value.target}.{value.name}")
     return value
 
 
 def _erase_idle_sizes(inputs: Sequence[fx.Node]) -> None:
-    """Erase sizes that only the operations have used."""
+    """Erase sizes that only the replaced operations used."""
     idle = [value for value in inputs if is_size(value)]
     while idle:
         value = idle.pop()

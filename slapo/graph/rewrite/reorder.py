@@ -22,10 +22,9 @@ _ORDER_OF_DRAWS = (
 def check_reorder(gm: HasGraph, chain: Collection[fx.Node], place: fx.Node) -> None:
     """Check that operations may run together right before `place`, or instead of it.
 
-    ``b = f(x); other(y); c = g(b)  -->  other(y); c = new(x)`` moves ``f`` past ``other``. It must
-    not get into or out of a region (``no_grad``, autocast), past a write to what it reads or a
-    look at what it writes, or, if it draws random numbers, past another draw. The ``ValueError``
-    names both nodes, the reason and the remedy.
+    ``b = f(x); other(y); c = g(b)  -->  other(y); c = new(x)`` moves ``f`` past ``other``.
+    It must not enter or leave a region (``no_grad``, autocast). It must not pass a write to its
+    inputs, a read of its writes, or, if it draws random values, another draw.
     """
     inside = set(chain)
     ends = sorted((*inside, place))
@@ -37,10 +36,10 @@ def check_reorder(gm: HasGraph, chain: Collection[fx.Node], place: fx.Node) -> N
 
 
 def check_recompute(gm: HasGraph, chain: Collection[fx.Node]) -> None:
-    """Check that operations compute the same when the backward pass runs them a second time.
+    """Check that operations compute the same when the backward pass recomputes them.
 
-    An input may not be changed in place by the chain or after it. Statistics that a module updates
-    are updated twice, as under ``torch.utils.checkpoint``.
+    No input may be changed in place by the chain or after it. Module statistics are updated twice,
+    as with ``torch.utils.checkpoint``.
 
     >>> gm = fx.symbolic_trace(lambda x: (x.exp(), x.add_(1))[0])
     >>> _, exp, add_, _ = gm.graph.nodes
@@ -64,7 +63,7 @@ def check_recompute(gm: HasGraph, chain: Collection[fx.Node]) -> None:
 
 
 def outward_effects(gm: HasGraph, chain: Collection[fx.Node]) -> frozenset[str]:
-    """Effects of one call instead of a chain, for rewrites to come: ``"draws"``, ``"writes"``."""
+    """Return the effects of one call instead of a chain: ``"draws"``, ``"writes"``."""
     effects = Effects(gm)
     draws = any(map(effects.draws, chain))
     writes = any(root not in chain for node in chain for root in effects.writes(node))
@@ -74,7 +73,7 @@ def outward_effects(gm: HasGraph, chain: Collection[fx.Node]) -> frozenset[str]:
 def _check_effects(
     effects: Effects, span: Sequence[fx.Node], inside: set[fx.Node], place: fx.Node
 ) -> None:
-    """Walk to the place and from it on; in between, movers and others exchange their order."""
+    """Refuse moves that swap the order of conflicting effects, before and after the place."""
     if inside.issuperset(span):
         return
     at = span.index(place)
@@ -110,7 +109,7 @@ def _write(writer: fx.Node, other: fx.Node) -> str:
 
 
 def _check_regions(span: Sequence[fx.Node], inside: set[fx.Node], place: fx.Node) -> None:
-    """Refuse a change of region, and a chain that has a part of a region."""
+    """Refuse a change of region, and a chain with only a part of a region."""
     if not any(map(switches_mode, span)):
         return
     before, after = dict[fx.Node, tuple[fx.Node, ...]](), dict[fx.Node, tuple[fx.Node, ...]]()
@@ -119,7 +118,7 @@ def _check_regions(span: Sequence[fx.Node], inside: set[fx.Node], place: fx.Node
         before[node] = now
         now = after[node] = regions.follow(node)
     for node in span:
-        if node in inside:  # what it ends must have begun in the chain
+        if node in inside:  # regions that it ends must have begun in the chain
             parts = set(before[node]) - set(after[node]) - inside
         else:
             parts = set() if _is_passive(node) else inside & set(before[node])
@@ -148,12 +147,12 @@ def _refuse_parts(switches: set[fx.Node], seen_at: fx.Node) -> None:
 
 
 def _is_passive(node: fx.Node) -> bool:
-    """Return whether no region matters to a node: it looks something up, or asks for a size."""
+    """Return whether regions do not affect a node: get_attr and sizes."""
     return node.op == "get_attr" or is_size(node)
 
 
 def _writers(gm: HasGraph, effects: Effects, value: fx.Node) -> list[fx.Node]:
-    """List the nodes that change a value, by whatever name, found along its views."""
+    """Return the nodes that change a value under any name, found along its views."""
     memory = effects.roots([value])
     pending = [root for root in memory if isinstance(root, fx.Node)]
     if value.op == "get_attr":

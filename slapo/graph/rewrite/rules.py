@@ -1,8 +1,7 @@
-"""Rewrites as rules: done in the graph that a schedule sees, and again in each later capture.
+"""Rewrites as rules, applied to the shown graph and to each later capture.
 
-A rule holds no node and no module, so that it is copied and pickled with the module it belongs to.
-It keeps the searches that found the operations, which of their matches it is about, and the name
-of what is called instead.
+A rule holds no node or module, so that it is copied and pickled with its module. It stores the
+searches that found the operations, the indices of their matches, and the name of the replacement.
 """
 
 from __future__ import annotations
@@ -49,9 +48,8 @@ _FOUND = "_slapo_found"
 class Rule:
     """A rewrite of the graphs of one module, or of a :class:`.SubgraphView` of one.
 
-    To make a rule plans it for the graph that the schedule sees: all its errors are raised there,
-    and nothing is changed before :func:`carry_out`. There is a pick for each chain, None for
-    operations that were picked by hand.
+    The constructor plans it for the shown graph and raises all errors there; only :func:`carry_out`
+    changes anything. There is a pick per chain, None for operations picked by hand.
     """
 
     def __init__(
@@ -71,24 +69,24 @@ class Rule:
             if pick is None and isinstance(home_of(module), Traced):
                 search, position, match = search_for_chain(module, chains[k])
                 pick, known[k] = (search, position), match.bindings
-            if pick is not None:  # without a trace there is one graph for all calls
+            if pick is not None:  # an untraced module has one graph for all calls
                 self.picks.append(pick)
-        #: what the rule does to the shown graph, until it is done
+        #: the plan for the shown graph, until it is carried out
         self.plan: Plan | None = self._planned(module, chains, known)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "plan": None}
 
     def _planned(self, gm: HasGraph, chains: Chains, bindings: Bindings) -> Plan:
-        """Check the rewrite of one graph; ``ValueError`` if it cannot be done."""
+        """Check the rewrite of one graph; raises ValueError if it is impossible."""
         return lay_out(gm, chains, tuple(subgraph_inputs(chains[0])), {})
 
     def _target(self, view: View, part: HasGraph, plan: Plan) -> Any:
-        """The path of the submodule, or the function, that is called instead."""
+        """Return the path of the submodule, or the function, that replaces the operations."""
         raise NotImplementedError
 
     def apply(self, view: View) -> None:
-        """Rewrite one graph; where that is not possible it stays, and this is a ``TraceError``."""
+        """Rewrite one graph; if that is impossible, leave it unchanged and raise TraceError."""
         part = self._part_of(view)
         plan = self.plan if view.is_shown else None
         if plan is None:
@@ -111,7 +109,7 @@ class Rule:
         self.plan = None
 
     def _part_of(self, view: View) -> View | SubgraphView:
-        """The part of a view to rewrite: itself, or a part that a checkpoint has moved."""
+        """Return the part of a view to rewrite: itself, or a part that a checkpoint has moved."""
         if not self.inside:
             return view
         for node in view.graph.nodes:
@@ -122,11 +120,11 @@ class Rule:
         raise self._refusal(f"it has no {self.inside}, which the operations are in")
 
     def _search(self, view: View) -> dict[Search, list[Match]]:
-        """Repeat the searches of this rule and of later ones that were made before it was done."""
+        """Repeat the searches of this rule, and of later ones made before it was applied."""
         rules: list[Any] = rules_of(view.module)
         is_next = self.number < len(rules) and rules[self.number] is self
         found: dict[Search, list[Match]] = vars(view.graph).setdefault(_FOUND, {})
-        if rules[self.number + 1 :] == []:  # matches hold on to erased nodes
+        if rules[self.number + 1 :] == []:  # matches keep erased nodes alive
             del vars(view.graph)[_FOUND]
         for rule in rules[self.number :] if is_next else [self]:
             for search, _ in rule.picks:
@@ -139,7 +137,7 @@ class Rule:
 
     def _pick(self, search: Search, position: int, found: Mapping[Search, list[Match]]) -> Match:
         matches = found.get(search)
-        if matches is None:  # this capture has other rewrites already, and is to be made again
+        if matches is None:  # this capture already has other rewrites and must be recaptured
             raise self._refusal("the operations were searched for before another rewrite")
         if len(matches) != search.total:
             raise self._refusal(
@@ -164,9 +162,9 @@ def _check_stem(name: str) -> None:
 
 
 class Replace(Rule):
-    """Another module or function instead of one chain, or of several side by side.
+    """Rule that replaces one chain, or several side by side, by a module or function.
 
-    By `same_call` a function gets the arguments of the one node that it replaces.
+    With `same_call`, a function gets the arguments of the one node that it replaces.
     """
 
     def __init__(
@@ -220,9 +218,9 @@ class Replace(Rule):
 
 
 class MadePerText(Rule):
-    """A module that is made of the operations: one for all captures in which they are the same.
+    """Rule whose module is made from the operations, once for all captures with equal ones.
 
-    The module for the shown graph becomes a child, those for others stay out of sight.
+    The module for the shown graph becomes a child; those for other captures stay hidden.
     """
 
     def __init__(
@@ -232,7 +230,7 @@ class MadePerText(Rule):
         self.stem, self.shown, self.children = stem, "", dict[str, str | HeldModule]()
         super().__init__(module, [chain], picks=[pick])
         assert self.plan is not None
-        #: the module for the shown graph, until it is there
+        #: the module for the shown graph, until it is added
         self.made: nn.Module | None = self._make(module, home_of(module), self.plan.chains[0])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -240,7 +238,7 @@ class MadePerText(Rule):
         return {**super().__getstate__(), "made": None, "children": shown}
 
     def _make(self, gm: HasGraph, home: nn.Module, chain: list[fx.Node]) -> nn.Module:
-        """Make the module of a chain of the graph of `gm`, of which `home` has the children."""
+        """Make the module for a chain of the graph of `gm`; `home` has the children."""
         raise NotImplementedError
 
     def _target(self, view: View, part: HasGraph, plan: Plan) -> Any:
@@ -258,14 +256,14 @@ class MadePerText(Rule):
         return self.children[text]
 
     def _text(self, gm: HasGraph, chain: list[fx.Node]) -> str:
-        """Text of a chain: where it is the same, the module is."""
+        """Return a text of a chain; equal texts share a module."""
         return text_of(chain)
 
 
 def carry_out(module: fx.GraphModule, rule: Rule, keep_modules: bool = False) -> fx.Node:
-    """Do a rewrite in all graphs of its module; returns the new call in the shown graph.
+    """Apply a rewrite to all graphs of its module; return the new call in the shown graph.
 
-    Submodules that neither the graph nor a part moved out of it needs any more are taken out.
+    Submodules that neither the graph nor a part moved out of it uses any more are removed.
     """
     plan, home = rule.plan, home_of(module)
     if plan is None:
@@ -280,12 +278,12 @@ def carry_out(module: fx.GraphModule, rule: Rule, keep_modules: bool = False) ->
 
 
 def home_of(module: fx.GraphModule) -> Any:
-    """The module that holds the children which a graph calls."""
+    """Return the module that has the children which a graph calls."""
     return module.owner if isinstance(module, SubgraphView) else module
 
 
 def text_of(chain: Sequence[fx.Node]) -> str:
-    """A text that is equal for chains that compute the same, whatever their nodes are called."""
+    """Return a text that is equal for chains with equal computations, whatever their node names."""
     names = {value: f"input_{k}" for k, value in enumerate(subgraph_inputs(chain))}
     names |= {node: f"value_{k}" for k, node in enumerate(chain)}
     lines = []
@@ -296,7 +294,7 @@ def text_of(chain: Sequence[fx.Node]) -> str:
 
 
 class _Name(str):
-    """A name within the text of arguments, where strings are quoted."""
+    """A name within the text of arguments, shown without quotes."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -320,7 +318,6 @@ def _has(view: View, path: str) -> bool:
 
 
 def _called(gm: HasGraph, node: fx.Node) -> Callable[..., Any]:
-    """Look up what a node calls."""
     target: Any = node.target
     if node.op == "call_method":
         return getattr(torch.Tensor, target, getattr)
@@ -329,7 +326,7 @@ def _called(gm: HasGraph, node: fx.Node) -> Callable[..., Any]:
 
 
 def _with_name(function: functools.partial[Any]) -> Any:
-    """A partial as graphs write calls: by name, which must not be that of the bare function."""
+    """Copy a partial with a name of its own: graphs write calls by name."""
     named: Any = functools.partial(function)
     named.__name__ = f"partial_{getattr(function.func, '__name__', 'call')}"
     named.__module__ = functools.__name__

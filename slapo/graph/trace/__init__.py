@@ -1,1 +1,1 @@
-"""Graphs of modules: what dynamo captures of a forward, and where it is shown."""
+"""Graphs of modules: dynamo captures of a forward, and traced modules that show them."""

@@ -1,9 +1,9 @@
-"""One capture: dynamo writes a forward down for the arguments of one call.
+"""Capture of a module's forward by dynamo, for the arguments of one call.
 
-Dynamo interprets the bytecode of ``forward``, so what it does not understand is an error and never
-a silent constant. It runs on fake tensors, whose sizes are symbols. The checks under which a
-capture serves another call of its key are torch's own: the shape engine's conditions on the sizes
-of arguments, and dynamo's guards on the module and on Python's globals.
+Dynamo interprets the bytecode of ``forward``, so unsupported code is an error and never a silent
+constant. It runs on fake tensors with symbolic sizes. Torch's own checks decide whether a capture
+serves another call of its key: the shape engine's conditions on argument sizes, and dynamo's guards
+on the module and Python globals.
 
 Technique: Ansel et al., "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode
 Transformation and Graph Compilation" (ASPLOS 2024).
@@ -41,26 +41,26 @@ from slapo.graph.trace.torch_private import (
 
 @dataclass
 class Capture:
-    """A graph, and the calls that it holds for."""
+    """A graph, and the conditions under which it is valid for a call."""
 
     #: one placeholder per parameter of the forward; ``node.meta`` has the KIND of each value
     graph: fx.Graph
     key: Any
-    #: the key as ``torch.compile`` around the module sees the call
+    #: the key of the call as seen by a ``torch.compile`` around the module
     compile_key: Any
-    #: dynamo's guards on the module and on Python's globals
+    #: dynamo's guards on the module and on Python globals
     state: Any
-    #: conditions on the sizes of arguments
+    #: conditions on argument sizes
     sizes: list[str]
-    #: arguments of the first call of each leaf, with fake tensors
+    #: arguments of each leaf's first call, with fake tensors
     inputs: dict[str, Call] = field(default_factory=dict)
-    #: structure of the first result of each leaf, and the fake tensors and sizes in it
+    #: structure of each leaf's first result, and its fake tensors and sizes
     results: dict[str, tuple[Any, list[Any]]] = field(default_factory=dict)
-    #: paths of the modules below whose operations are in the graph
+    #: paths of the modules whose operations are in the graph
     entered: frozenset[str] = frozenset()
-    #: path, name and value of the attributes that the forward has read
+    #: path, name and value of the attributes that the forward read
     constants: list[tuple[str, str, Any]] = field(default_factory=list)
-    #: modes of the modules below, which decide what leaves return
+    #: training modes of the modules below, which affect what leaves return
     modes: Any = None
     #: function of the module and the arguments that runs the graph
     code: Any = None
@@ -70,18 +70,19 @@ class Capture:
         self.fits = size_check(self.sizes)
 
     def holds(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether it serves a call of its key."""
+        """Return whether the capture is valid for a call of its key."""
         frame = {"module": module, "args": args, "kwargs": kwargs}
         return self.fits(args, kwargs) and bool(self.state.check(frame))
 
     def holds_state(self, module: nn.Module) -> bool:
-        """Return whether module and globals are as they were."""
+        """Return whether the module and globals are unchanged."""
         return bool(self.state.check({"module": module, "args": (), "kwargs": {}}))
 
     def holds_in_mode(self, module: nn.Module) -> bool:
-        """Return whether a capture in the mode that the module is in now would be the same.
+        """Return whether a capture in the module's current mode would be the same.
 
-        Guards tell whether the forward has asked for the mode; what leaves return is tried out.
+        Guards cover whether the forward reads the mode; leaves are run again to compare their
+        results.
         """
         if not self.holds_state(module):
             return False
@@ -97,25 +98,14 @@ def capture(
     any_batch: bool = False,
     parked: Collection[str] = (),
 ) -> Capture:
-    """Write down what ``root.forward`` does with arguments like these.
+    """Capture ``root.forward`` for arguments like these.
 
     Nothing stays changed or patched, and the module's own hooks are not captured. Gradients and
-    autocast are as they are on. A TraceError names the module, the line and the remedy.
-
-    Parameters
-    ----------
-    root
-        The module.
-    args, kwargs
-        Arguments: tensors (real, on meta, or fake) become inputs of any size above 1, everything
-        else is built in.
-    is_leaf
-        Which modules below become one call; others are entered, their hooks included.
-    any_batch
-        Whether the graph must serve a batch of one too: sizes of 1 are sizes like others then.
-        Inputs are taken as contiguous, and a tensor that is given twice as two.
-    parked
-        Paths of modules below that are there for the time of the capture only.
+    autocast keep their current modes. Real, meta and fake tensor arguments become inputs of any
+    size above 1; other values become constants. Modules selected by `is_leaf` become one call,
+    others are entered with their hooks. With `any_batch` sizes of 1 stay symbolic, inputs are taken
+    as contiguous, and a tensor passed twice counts as two. Modules at the paths `parked` exist
+    during the capture only. A TraceError names the module, the line and the fix.
 
     Examples
     --------
@@ -152,7 +142,7 @@ def capture(
             raise
         except Exception as error:
             raise explain(error, root) from error
-        # After the leaves have their classes back: guards look at them.
+        # Guards look at the classes of leaves, so these are restored first.
         sizes = _size_conditions(output)
         constants = _constants_read(output, root)
         state = _state_guards(output, forward, modules, parked)
@@ -174,17 +164,17 @@ def capture(
 
 
 def _call_forward(module: Any, args: Any, kwargs: Any) -> Any:
-    """The frame that dynamo sees: arguments under known names, whatever decorates the forward.
+    """Frame for dynamo, with fixed argument names whatever decorates the forward.
 
-    It is copied for each capture, as dynamo leaves names in the globals of what it captures.
+    It is copied per capture, as dynamo adds names to the globals of captured functions.
     """
     return module.forward(*args, **kwargs)
 
 
 def _sort_out(root: nn.Module, is_leaf: IsLeaf) -> tuple[dict[str, nn.Module], set[str]]:
-    """Modules that stay calls, and those that may be entered, by path.
+    """Return the leaves by path, and the paths of modules that may be entered.
 
-    Modules below a leaf are sorted too: forwards may reach past a child, as in
+    Modules below a leaf are included, as forwards may reach past a child:
     ``self.model.decoder(x)``.
     """
     found: dict[str, nn.Module] = {}
@@ -201,7 +191,7 @@ def _sort_out(root: nn.Module, is_leaf: IsLeaf) -> tuple[dict[str, nn.Module], s
 
 
 def _is_called(module: nn.Module) -> bool:
-    """False for mere holders of others."""
+    """Return False for containers that are never called."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return False
     return getattr(type(module), "forward", None) is not nn.Module.forward
@@ -209,7 +199,7 @@ def _is_called(module: nn.Module) -> bool:
 
 # --- arguments -----------------------------------------------------------------------------------
 class _Example:
-    """Arguments for a capture: tensors without a past, each once."""
+    """Example arguments for a capture: tensors without history, each object once."""
 
     def __init__(
         self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shares: bool
@@ -231,7 +221,7 @@ class _Example:
             raise TraceError(CACHE_REFUSED)
         self._shares = shares
         self._made: dict[int, Tensor] = {}
-        #: id of a tensor -> where it is in the arguments
+        #: id of a tensor -> its path in the arguments
         self.places: dict[int, Path] = {}
         self.arguments = {name: self._made_of(value, (name,)) for name, value in given.items()}
         positional: list[Any] = []
@@ -245,7 +235,8 @@ class _Example:
             elif parameter.kind is not parameter.KEYWORD_ONLY:
                 positional.append(value)
         named = {k: extra[k] if k in extra else self.arguments[k] for k in kwargs}
-        #: ``(module, args, kwargs)``, split as the caller did: decorated forwards look at that
+        #: ``(module, args, kwargs)``, split as by the caller, since decorated forwards depend on
+        #: that
         self.frame = root, tuple(positional[: len(args)]), named
 
     def _made_of(self, value: Any, path: Path) -> Any:
@@ -264,7 +255,7 @@ class _Example:
 
 
 def _without_past(value: Tensor) -> Tensor:
-    """A tensor like `value`, marked as one of varying sizes; a copy where it is not a leaf."""
+    """Return a tensor like `value` with dynamic sizes; a copy if it is not a leaf."""
     if type(value) not in (Tensor, nn.Parameter, FakeTensor):
         raise TraceError(
             f"an argument is a {type(value).__name__}, whose operations no graph shows; pass plain "
@@ -278,26 +269,26 @@ def _without_past(value: Tensor) -> Tensor:
         new = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
     new.requires_grad_(value.requires_grad)
     if not value.is_leaf:
-        new = new.clone()  # one that the forward may write to
+        new = new.clone()  # non-leaf tensors may be written to by the forward
     for dim, size in enumerate(shape):
-        # Numbers among the sizes of a fake tensor are the model's own.
+        # Plain integers among the sizes of a fake tensor are fixed by the model.
         if sizes[dim] if any(sizes) else size > 1:
             torch._dynamo.maybe_mark_dynamic(new, dim)
     return new
 
 
 # --- checks under which a capture serves another call of its key ---------------------------------
-#: Sources of parameters and buffers, and of other attributes of modules, which graphs read by name.
+#: Sources of module parameters and buffers, and of other attributes, which graphs read by name.
 _IN_MODULE = re.compile(r"\.(_parameters|_buffers)\[[^\]]+\]$")
 _CHILD = re.compile(r"\._modules\['([^']+)'\]")
 _PLAIN = re.compile(r"L\['module'\](\._modules\['[^']+'\])*\.\w+")
 
 
 def _size_conditions(output: CaptureOutput) -> list[str]:
-    """The shape engine's conditions on sizes of arguments, as Python such as ``args[0].size()[1]``.
+    """Return the shape engine's conditions on argument sizes, such as ``args[0].size()[1]``.
 
-    Static dimensions are asked too: without them, the guard of a loop over a size is dropped.
-    Offsets into a storage are not: micro-batches are slices of a batch.
+    Static dimensions are included, else the guard of a loop over a size is dropped. Storage offsets
+    are not, as micro-batches are slices of a batch.
     """
     graph = output.graph_capture_output.output_graph
     fakes = [f for f in graph.shape_env.tracked_fakes or () if "_slapo" not in f.source.name]
@@ -316,11 +307,11 @@ def _size_conditions(output: CaptureOutput) -> list[str]:
 def _state_guards(
     output: CaptureOutput, forward: FunctionType, leaves: Collection[str], parked: Collection[str]
 ) -> Any:
-    """Dynamo's guards on the module and on Python's globals; ``.check(frame)`` asks them in C++.
+    """Return dynamo's guards on the module and Python globals, checked by ``.check(frame)``.
 
-    Arguments have their key, and tensors of modules are watched by :class:`.Tree`. Nothing is asked
-    of the class of modules that stay calls, which may be replaced, and of those in `parked`, which
-    rewrites take out. Tensors from elsewhere are part of the graph: these must be the same objects.
+    Arguments are covered by their key, and module tensors by :class:`.Tree`. Leaves have no class
+    guard, as they may be replaced. Modules in `parked` have no guards, as rewrites remove them.
+    Other tensors are part of the graph and must be the same objects.
     """
     graph = output.graph_capture_output.output_graph
     opaque, gone = ({f"L['module']{_source_of(p)}" for p in each} for each in (leaves, parked))
@@ -334,9 +325,9 @@ def _state_guards(
 
 
 def _constants_read(output: CaptureOutput, root: nn.Module) -> list[tuple[str, str, Any]]:
-    """Path, name and value of the plain attributes of modules that the forward has asked for.
+    """Return path, name and value of plain module attributes that the forward reads.
 
-    Somebody's ``torch.compile`` sees the graph and not the forward, and must guard on them too.
+    An outer ``torch.compile`` sees the graph and not the forward, so it must guard on these too.
     """
     graph = output.graph_capture_output.output_graph
     names = dict.fromkeys(g.name for g in graph.guards.inner if _PLAIN.fullmatch(g.name))
@@ -351,7 +342,7 @@ def _constants_read(output: CaptureOutput, root: nn.Module) -> list[tuple[str, s
 
 
 def _is_read(output: CaptureOutput, path: str, name: str) -> bool:
-    """Return whether the forward has asked for an attribute of the module at `path`."""
+    """Return whether the forward reads an attribute of the module at `path`."""
     source = f"L['module']{_source_of(path)}.{name}"
     guards = output.graph_capture_output.output_graph.guards.inner
     return any(g.name == source or g.name.startswith((f"{source}.", f"{source}[")) for g in guards)
@@ -374,23 +365,23 @@ def _kept(guard: Any, opaque: Collection[str], gone: tuple[str, ...]) -> bool:
         return False
     given = getattr(guard.create_fn, "keywords", None) or {}
     if "source_b" in given and not _is_asked(given["source_b"].name, gone):
-        return False  # the same object as one that is not in sight
-    if name == "L['module']" or name in opaque:  # of any class, but with the attributes they have
+        return False  # compares with an object outside the module and globals
+    if name == "L['module']" or name in opaque:  # the class may change, the attributes may not
         return given.get("attr", "forward") not in ("__call__", "forward")
     return guard.create_fn_name() != "TENSOR_MATCH" or not _IN_MODULE.search(name)
 
 
 def _is_there(guard: Any, scope: dict[str, Any]) -> bool:
-    """False for a global that is not in the module of its name, as in code that ``exec`` runs."""
+    """Return False for a global missing from its module, as in code run by ``exec``."""
     try:
         return not guard.name.startswith("G[") or bool([eval(guard.name, scope)])
     except (AttributeError, KeyError):
         return False
-    except Exception:  # a source that only dynamo can read
+    except Exception:  # a source that only dynamo can evaluate
         return True
 
 
 def _exact(guard: Any) -> Any:
-    """A tensor in a list, a closure or a global is a constant of the graph."""
+    """Guard on identity for tensors in lists, closures and globals, which are graph constants."""
     is_constant = guard.create_fn_name() == "TENSOR_MATCH" and not _PLAIN.fullmatch(guard.name)
     return guard.originating_source.make_guard(GuardBuilder.ID_MATCH) if is_constant else guard

@@ -1,4 +1,4 @@
-"""Example inputs of a module within a model, taken from a run of the whole model."""
+"""Example inputs of a submodule, taken from a run of the full model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _ReachedError(Exception):
 
 
 def inputs_within(root: nn.Module, inputs: Inputs, module: nn.Module) -> Inputs:
-    """Run `root` on fake tensors until it calls `module`; returns the arguments of that call."""
+    """Run `root` on fake tensors until it calls `module`; return the arguments of that call."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def stop(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,11 +1,11 @@
-"""Habits of Transformers' models that a capture has to know.
+"""Special handling of Transformers models for a capture.
 
-- They collect hidden states, attentions and router logits through hooks on their modules, which
-  they install at the first call that asks for them, under a lock that dynamo does not follow. So
-  the hooks are installed before a capture begins, and taken away again. A leaf's hooks run after
-  its call, as part of the graph; results of modules *within* a leaf are out of reach: refused.
-- Their configs ask for a key/value cache, which a graph cannot hold and training has no use for.
-- Some functions keep their results for the whole process, which must not be fake tensors.
+- Models collect hidden states, attentions and router logits by hooks. The first call that needs
+  them installs the hooks under a lock that dynamo does not follow. So the hooks are installed
+  before a capture and removed afterwards. A leaf's hooks run after its call, as part of the graph.
+  Results of modules *within* a leaf are unreachable, so collecting them is refused.
+- Configs enable a key/value cache, which a graph cannot hold and training does not use.
+- Some functions cache their results for the process, which must not be fake tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FLAG = "_output_capturing_hooks_installed"
 
 
 class _Collector:
-    """Stands for a ``ContextVar``, which dynamo does not follow."""
+    """Substitute for a ``ContextVar``, which dynamo does not follow."""
 
     value: Any = None
 
@@ -39,7 +39,7 @@ class _Collector:
         self.value = None
 
 
-#: Results collected in the capture under way; empty or None where nothing is collected.
+#: Results collected in the current capture; empty or None if nothing is collected.
 COLLECTOR = _Collector()
 
 
@@ -49,12 +49,12 @@ def collects(hook: Any) -> bool:
 
 
 def collecting_hooks(module: nn.Module) -> tuple[Any, ...]:
-    """The hooks on `module` that collect its results."""
+    """Return the hooks on `module` that collect its results."""
     return tuple(hook for hook in module._forward_hooks.values() if collects(hook))
 
 
 def inner_keys(module: nn.Module) -> frozenset[str]:
-    """Names such as ``"router_logits"`` of what hooks on the modules within `module` collect."""
+    """Return the names, such as ``"router_logits"``, that hooks within `module` collect."""
     inner = (child for child in module.modules() if child is not module)
     return frozenset(_key_of(hook) for child in inner for hook in collecting_hooks(child))
 
@@ -65,7 +65,7 @@ def _key_of(hook: Any) -> str:
 
 
 def refuse_collected(root: nn.Module, entered: Iterable[str], keys: Collection[str]) -> None:
-    """Refuse a capture in a call of a model that collects results of modules that are entered."""
+    """Refuse a capture that collects results of entered modules."""
     for path in entered if keys else ():
         for hook in collecting_hooks(root.get_submodule(path)):
             if _key_of(hook) in keys:
@@ -84,13 +84,13 @@ def refuse_inner(path: str, key: str) -> None:
     )
 
 
-# As by ``torch.compiler.assume_constant_result``, which would import dynamo now.
+# Like ``torch.compiler.assume_constant_result``, which would import dynamo here.
 refuse_inner._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @contextmanager
 def as_captured(root: nn.Module) -> Iterator[None]:
-    """Within the block models of Transformers at or below `root` are ready for a capture."""
+    """Prepare Transformers models at or below `root` for a capture within the block."""
     with ExitStack() as stack:
         for block in (_hooks_installed(root), caches_off(root), no_results_kept()):
             stack.enter_context(block)
@@ -122,7 +122,7 @@ def _hooks_installed(root: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def caches_off(root: nn.Module) -> Iterator[None]:
-    """Within the block configs below `root` ask for no key/value cache."""
+    """Disable the key/value cache in configs below `root` within the block."""
     held = (vars(module).get("config") for module in root.modules())
     configs = {id(each): each for each in held if hasattr(each, "__dict__")}.values()
     asking = [config for config in configs if vars(config).get("use_cache") is True]
@@ -137,7 +137,7 @@ def caches_off(root: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def no_results_kept() -> Iterator[None]:
-    """Within the block functions of Transformers that keep their results compute them each time."""
+    """Disable caching of function results in Transformers within the block."""
     home = sys.modules.get("transformers.pytorch_utils")
     if home is None:
         yield
@@ -151,6 +151,6 @@ def _yes() -> bool:
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Return whether it is a ``PreTrainedModel``, without importing transformers."""
+    """Return whether this is a ``PreTrainedModel``, without importing transformers."""
     names = (f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__)
     return "transformers.modeling_utils.PreTrainedModel" in names

@@ -1,4 +1,4 @@
-"""From dynamo's graph to one with the module's own signature, names and result."""
+"""Conversion of dynamo's graph to one with the module's own signature, names and result."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ Path = tuple[Any, ...]
 
 
 class _Number(int):
-    """Stands for a size that the captured forward returns."""
+    """Placeholder for a size that the captured forward returns."""
 
 
 class GraphImport:
     """Copies dynamo's graph.
 
-    `arguments` are the examples by parameter, and `places` says by id where each tensor is in
-    them. With `any_batch` the graph must hold for sizes of 1 too.
+    `arguments` are the examples by parameter, and `places` maps each tensor's id to its path in
+    them. With `any_batch` the graph must be valid for sizes of 1 too.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class GraphImport:
         self._results: dict[int, Any] = {}
 
     def run(self, frame: tuple[Any, ...]) -> fx.Graph:
-        """The graph, for a frame ``(module, args, kwargs)`` of the captured function."""
+        """Return the graph, for a frame ``(module, args, kwargs)`` of the captured function."""
         for name, parameter in inspect.signature(self.root.forward).parameters.items():
             self._nodes[(name,)] = add_placeholder(self.graph, parameter)
             self._nodes[(name,)].meta[KIND] = kind_of(self.arguments[name])
@@ -79,7 +79,7 @@ class GraphImport:
         captured = self.output.graph_capture_output
         backend = self.output.backend_input
         self._note_sizes(captured.output_graph.shape_env, frame)
-        # Dynamo's own bytecode takes the inputs out of the arguments and assembles the result.
+        # Dynamo's own bytecode unpacks the arguments and assembles the result.
         run = captured.get_runtime_env().forward_callable(
             backend.backend_id if backend is not None else "slapo_no_graph",
             self._copy_graph,
@@ -90,7 +90,7 @@ class GraphImport:
         return self.graph
 
     def _copy_graph(self, *inputs: Any) -> list[Any]:
-        """Called instead of the captured graph: copies it, returns stand-ins for its outputs."""
+        """Copy the graph when it would run, and return stand-ins for its outputs."""
         backend = self.output.backend_input
         assert backend is not None, "only a graph is called"
         nodes = list(backend.graph_module.graph.nodes)
@@ -113,7 +113,7 @@ class GraphImport:
         raise AssertionError("every graph has an output")
 
     def _note_sizes(self, env: ShapeEnv, frame: tuple[Any, ...]) -> None:
-        """Symbols of the sizes of arguments, also of those that the graph has no use for."""
+        """Record the symbols of argument sizes, including those that the graph does not use."""
         names = {"L": dict(zip(("module", "args", "kwargs"), frame, strict=True))}
         for each in env.tracked_fakes or ():
             source = each.source.name
@@ -151,7 +151,7 @@ class GraphImport:
         if self.any_batch and getattr(target, "__name__", target) in ("squeeze", "squeeze_"):
             _check_squeeze(node)
         args, kwargs = self._argument(node.args), self._argument(node.kwargs)
-        if target in _ATTRIBUTES:  # newer releases of dynamo spell them as operators
+        if target in _ATTRIBUTES:  # newer releases of dynamo write attributes as operators
             target, args = getattr, (args[0], _ATTRIBUTES[target])
         new = self.graph.create_node(node.op, checked(target), args, kwargs)
         new.meta[KIND] = kind_of(node.meta.get("example_value"))
@@ -169,7 +169,7 @@ class GraphImport:
         return new
 
     def _taken_out(self, call: Any, index: Any) -> fx.Node:
-        """The node of one tensor in the result of a leaf."""
+        """Return the node of one tensor in a leaf's result."""
         node: fx.Node = self._copies[call]
         for access, key in self.calls.accesses[str(call.args[0])][index]:
             step = (node, access, key)
@@ -192,7 +192,7 @@ class GraphImport:
         return self._size(value.node.expr) if isinstance(value, SYMBOLIC) else value
 
     def _tensor(self, value: Tensor) -> fx.Node:
-        """The node of a tensor that exists before the graph runs: an input, or state."""
+        """Return the node of a tensor that exists before the graph runs: an input, or state."""
         path = self.places.get(id(value))
         if path is not None:
             return self._at(path)
@@ -202,7 +202,7 @@ class GraphImport:
         return self._nodes[id(value)]
 
     def _outside(self, value: Tensor) -> fx.Node:
-        """A tensor that is not an input: of the module by name, of others as it is."""
+        """Return the node of a tensor that is no input: module state by name, or a constant."""
         name = self._names.get(id(value))
         if name is not None:
             return self.graph.get_attr(name)
@@ -214,7 +214,7 @@ class GraphImport:
         known = (*tensors(self.arguments), *self.root.parameters(), *self.root.buffers())
         for tensor in (each for each in known if _shares_memory(each, value)):
             name = next(filter(partial(_is_attribute, tensor, value), _ATTRIBUTES.values()), None)
-            if name is not None:  # dynamo leaves it to its own bytecode, if nothing else is done
+            if name is not None:  # dynamo leaves a mere attribute access to its own bytecode
                 return self.graph.call_function(getattr, (self._tensor(tensor), name))
             raise TraceError("the forward returns a view of a tensor that no operation has made")
         return self.graph.call_function(HeldTensor(value))
@@ -228,7 +228,7 @@ class GraphImport:
         return self._nodes[path]
 
     def _size(self, expression: Any) -> Any:
-        """A size: its expression over the sizes of arguments, as nodes."""
+        """Return a size as an expression of nodes over argument sizes."""
         if expression.is_number:
             return int(expression)
         if expression not in self._nodes:
@@ -237,7 +237,7 @@ class GraphImport:
                     raise TraceError(f"the size {expression} follows from no argument")
                 path, dim = self._sizes[expression]
                 node = self.graph.call_method("size", (self._at(path), dim))
-            else:  # the way torch makes its own runtime asserts
+            else:  # like torch's own runtime asserts
                 tracer = fx.proxy.GraphAppendingTracer(self.graph)
                 free = expression.free_symbols
                 known = {symbol: fx.Proxy(self._size(symbol), tracer) for symbol in free}
@@ -250,7 +250,7 @@ class GraphImport:
 
     # --- the result --------------------------------------------------------------------------
     def _structure(self, value: Any) -> Any:
-        """The result, with nodes in it."""
+        """Return the result with nodes in it."""
         if id(value) in self._results:
             return self._element(self._results[id(value)][1])
         if isinstance(value, Tensor):
@@ -276,7 +276,7 @@ class GraphImport:
         return self._container(kind, (dict(items),), {})
 
     def _shape(self, value: torch.Size) -> Any:
-        """A shape in the result: dynamo reads a whole one off an input, here off the example."""
+        """Return a shape in the result; dynamo reads a full shape off the example inputs."""
         if any(isinstance(size, _Number) for size in value):
             return tuple(map(self._structure, value))
         alike = [p for p in self.places.values() if _follow(self.arguments, p).shape == value]
@@ -298,7 +298,7 @@ class GraphImport:
         return node
 
     def entered(self, candidates: Collection[str]) -> frozenset[str]:
-        """The paths among `candidates` of modules whose operations are in the graph."""
+        """Return which of the candidate paths have operations in the graph."""
         backend = self.output.backend_input
         nodes = backend.graph_module.graph.nodes if backend is not None else ()
         stacks = (node.meta.get("nn_module_stack", {}).values() for node in nodes)
@@ -318,9 +318,9 @@ _ATTRIBUTES = {
 
 # --- helpers -------------------------------------------------------------------------------------
 def _check_squeeze(node: fx.Node) -> None:
-    """Refuse a squeeze of a size that may be 1 in one call and not in another.
+    """Refuse a squeeze of a size that may be 1 in some calls only.
 
-    With sizes of 1 like all others, torch answers ``squeeze`` without a condition on the size.
+    With symbolic sizes of 1, torch evaluates ``squeeze`` without a condition on the size.
     """
     source: Any = node.args[0]
     shape = source.meta["example_value"].shape
@@ -335,7 +335,7 @@ def _check_squeeze(node: fx.Node) -> None:
 
 
 def _names_of_tensors(root: nn.Module) -> dict[int, str]:
-    """Id of a parameter, buffer or plain attribute -> its first name."""
+    """Return the first name of each parameter, buffer or plain tensor attribute, by id."""
     plain = [
         (f"{path}.{name}" if path else name, value)
         for path, module in root.named_modules()
@@ -353,9 +353,9 @@ def _shares_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _is_attribute(tensor: Tensor, value: Tensor, name: str) -> bool:
-    """Return whether `value` is ``tensor.T`` and so on."""
+    """Return whether `value` equals the attribute `name` of `tensor`, such as ``tensor.T``."""
     forms = []
-    with suppress(RuntimeError):  # not all have all of them
+    with suppress(RuntimeError):  # some tensors lack some attributes
         for each in (value, getattr(tensor, name)):
             flags = (each.dtype, each.is_conj(), each.storage_offset())
             forms.append((flags, each.shape, each.stride()))
@@ -375,7 +375,7 @@ def _follow(arguments: Mapping[str, Any], path: Path) -> Any:
 
 
 def _drop_unused(graph: fx.Graph) -> None:
-    """Drop look-ups without users; an operation that acts or draws stays."""
+    """Drop look-ups without users; operations with effects or random draws stay."""
     lookups = (operator.getitem, getattr)
     for node in reversed(graph.nodes):
         is_lookup = node.op == "get_attr" or node.target in lookups or node.target == "size"

@@ -1,10 +1,9 @@
-"""Modules that stay calls while dynamo captures the forward above them.
+"""Leaves: modules that stay calls while dynamo captures the forward above them.
 
-For the time of a capture such a module, a leaf, has a subclass of its class whose ``__call__`` is
-one function that dynamo puts into its graph as it is (``allow_in_graph``). Dynamo never looks
-inside, ``isinstance`` answers as before, and hooks stay the module's own. While dynamo asks for
-the result, the leaf itself runs on the fake tensors. Equal siblings with equal arguments share
-one run, so a chain of 96 layers costs one layer.
+During a capture each leaf has a subclass whose ``__call__`` is one function that dynamo copies into
+its graph (``allow_in_graph``). Dynamo never looks inside, ``isinstance`` is unaffected, and hooks
+stay the module's own. The leaf runs on fake tensors to give dynamo its result. Equal siblings with
+equal arguments share one run, so 96 layers cost as much as one.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ from slapo.hooks import MODE_ATTRIBUTE
 
 _ACTIVE: ContextVar[LeafCalls | None] = ContextVar("slapo_leaf_calls", default=None)
 
-#: Attributes that tell siblings apart and decide no shape.
+#: Attributes that differ between siblings but do not affect shapes.
 _ORDINALS = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_id", "idx"})
-#: Fake kernels that refuse what the real ones compute: grouped products in float32.
+#: Fake kernels that are stricter than the real ones, such as grouped products in float32.
 _STRICTER_FAKES = frozenset({"_meta_grouped_mm_common"})
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -54,7 +53,7 @@ def _active() -> LeafCalls:
 
 @torch._dynamo.allow_in_graph
 def call_leaf(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Stand for the call of the module at `path` in dynamo's graph."""
+    """Represent the call of the module at `path` in dynamo's graph."""
     return _active().flat_result(path, args, kwargs)
 
 
@@ -65,12 +64,12 @@ def _structure_of(path: str) -> Any:
 
 @torch._dynamo.allow_in_graph
 def call_sync(number: int, tensor: Tensor) -> Any:
-    """Stand for the collective of a sync in dynamo's graph."""
+    """Represent the collective of a sync in dynamo's graph."""
     return _active().syncs[number](tensor)
 
 
 class _SyncCall:
-    """Stands for the collective in a sync's hook."""
+    """Substitute for the collective in a sync's hook."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -80,23 +79,23 @@ class _SyncCall:
 
 
 class LeafCalls:
-    """The leaves of one capture: by path all modules below its root that are not entered."""
+    """Leaves of one capture: all modules below its root that are not entered, by path."""
 
     def __init__(self, root: nn.Module, leaves: dict[str, nn.Module], any_batch: bool) -> None:
         self.root, self.leaves, self._any_batch = root, leaves, any_batch
-        #: path -> how to assemble the last result
+        #: path -> structure to assemble the last result
         self.structures: dict[str, Any] = {}
-        #: path -> the steps to each tensor in the result
+        #: path -> steps to each tensor in the result
         self.accesses: dict[str, list[tuple[Any, ...]]] = {}
         #: path -> arguments of the first call, with fake tensors
         self.inputs: dict[str, Call] = {}
-        #: path -> structure of the first result, and the fake tensors and sizes in it
+        #: path -> structure of the first result, and its fake tensors and sizes
         self.results: dict[str, tuple[Any, list[Any]]] = {}
         #: leaves whose results were assumed to be like their first input
         self.assumed: set[str] = set()
-        #: the collectives of syncs on modules that are entered
+        #: collectives of syncs on entered modules
         self.syncs: list[Any] = []
-        #: (path, attribute) of what leaves have set while they ran
+        #: (path, attribute) of everything that leaves set while they ran
         self.left_behind: list[tuple[str, str]] = []
         self._classes: dict[str, Any] = {}
         self._known: dict[Any, tuple[Any, bool]] = {}
@@ -105,13 +104,13 @@ class LeafCalls:
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Within the block calls of the leaves go to :func:`call_leaf`."""
+        """Redirect calls of the leaves to :func:`call_leaf` within the block."""
         token = _ACTIVE.set(self)
         lists = [m for m in self.root.modules() if type(m) is nn.ModuleList]
         scripts: list[tuple[dict[str, Any], str]] = []
         try:
             for path, module in self.leaves.items():
-                if isinstance(module, torch.jit.ScriptModule):  # whose class is in C++
+                if isinstance(module, torch.jit.ScriptModule):  # its class is in C++
                     holder, _, name = path.rpartition(".")
                     scripts.append((vars(self.root.get_submodule(holder)), name))
                     scripts[-1][0][name] = _ScriptCall(path)
@@ -139,7 +138,7 @@ class LeafCalls:
         return _SyncCall(len(self.syncs) - 1)
 
     def flat_result(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The tensors and sizes in the result of a leaf; dynamo's graphs hold nothing else."""
+        """Return the tensors and sizes in a leaf's result, all that dynamo's graphs can hold."""
         if self._depth:  # called by another leaf that runs on fake tensors
             result = self._run(path, args, kwargs)
             self.structures[path] = ("leaf", 0)
@@ -177,9 +176,9 @@ class LeafCalls:
             )
 
     def _run_unpinned(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a leaf so that a loop of it over a size does not fix the size for the graph.
+        """Run a leaf so that its loops over a size do not fix that size in the graph.
 
-        Such a leaf is taken to return what is like its first input, if it does so here.
+        Such a leaf is assumed to return a tensor like its first input, if it does so here.
         """
         mode, given = detect_fake_mode(), tensors([args, kwargs])
         env = None if mode is None else mode.shape_env
@@ -213,7 +212,7 @@ class LeafCalls:
             if isinstance(error, TraceError):
                 raise
             if isinstance(error, RuntimeError) and _has_slices(module):
-                # Modules that a rewrite has taken out stand here with whole tensors.
+                # Stubs of modules removed by a rewrite have full tensors here.
                 with _whole(module):
                     return self._run(path, args, kwargs)
             if not _cannot_be_faked(error):
@@ -229,7 +228,7 @@ class LeafCalls:
                 self.left_behind.append((f"{path}.{inner}".rstrip("."), name))
 
     def _assume(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """A tensor like the first input, which the graph checks: experts that pick tokens, say."""
+        """Return a tensor like the first input, as for expert routing; the graph checks it."""
         given = tensors([args, kwargs])
         if not given:
             raise TraceError(f"the sizes of the result of {path!r} follow from values")
@@ -242,14 +241,14 @@ class LeafCalls:
 def returns_alike(
     root: nn.Module, inputs: Mapping[str, Call], results: Mapping[str, tuple[Any, list[Any]]]
 ) -> bool:
-    """Return whether leaves of `root` now return the like of these results, and set nothing."""
+    """Return whether leaves of `root` now return equal results, and set no attributes."""
     calls = LeafCalls(root, {path: root.get_submodule(path) for path in inputs}, any_batch=False)
     with FakeTensorMode(shape_env=ShapeEnv()):
         for path, call in inputs.items():
             args, kwargs = map_leaves(call, _of_numbers)
             try:
                 calls.flat_result(path, args, kwargs)
-            except Exception:  # a capture will say what is wrong
+            except Exception:  # a new capture will report the error
                 return False
             pair = [
                 (s, list(map(_numbers, flat))) for s, flat in (calls.results[path], results[path])
@@ -260,7 +259,7 @@ def returns_alike(
 
 
 def _of_numbers(value: Any) -> Any:
-    """The like of a fake tensor or symbol, with numbers for all symbols."""
+    """Replace the symbols of a fake tensor or symbolic value by integers."""
     if not isinstance(value, Tensor):
         return number_of(value)
     sizes, strides = ([*map(number_of, each)] for each in (value.shape, value.stride()))
@@ -275,19 +274,19 @@ def _numbers(value: Any) -> Any:
 
 
 def number_of(value: Any) -> Any:
-    """The number that a symbol stands for in the example inputs; other values as they are."""
+    """Return the example value of a symbol; other values are unchanged."""
     return value.node.hint if isinstance(value, SYMBOLIC) else value
 
 
 @lru_cache(maxsize=1024)
 def _stand_in(kind: Any, hooks: tuple[Any, ...], keys: frozenset[str]) -> type[nn.Module]:
-    """The subclass of `kind` whose calls stay calls."""
+    """Return the subclass of `kind` whose calls stay calls."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         flat = call_leaf(self._slapo_leaf, args, kwargs)
         result = assemble(_structure_of(self._slapo_leaf), flat)
         if COLLECTOR.value and torch.compiler.is_dynamo_compiling():  # not within another leaf
-            for hook in hooks:  # those of Transformers that collect results
+            for hook in hooks:  # Transformers' hooks that collect results
                 hook(self, args, result)
             for key in keys:
                 if key in COLLECTOR.value:
@@ -295,7 +294,7 @@ def _stand_in(kind: Any, hooks: tuple[Any, ...], keys: frozenset[str]) -> type[n
         return result
 
     members = {"__call__": __call__, "__module__": kind.__module__}
-    if issubclass(kind, fx.GraphModule):  # of which dynamo calls this
+    if issubclass(kind, fx.GraphModule):  # dynamo calls this method of graph modules
 
         def _call_impl(self: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_dynamo_compiling():
@@ -308,7 +307,7 @@ def _stand_in(kind: Any, hooks: tuple[Any, ...], keys: frozenset[str]) -> type[n
 
 
 class _ScriptCall:
-    """Stands in front of a TorchScript module."""
+    """Replaces a TorchScript module."""
 
     def __init__(self, path: str) -> None:
         self._slapo_leaf = path
@@ -319,7 +318,7 @@ class _ScriptCall:
 
 
 class _PlainList(nn.ModuleList):
-    """A ``ModuleList`` whose slices are lists: dynamo would build a module for each."""
+    """ModuleList whose slices are lists: dynamo would build a module for each slice."""
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -330,7 +329,6 @@ class _PlainList(nn.ModuleList):
 # --- runs on fake tensors ------------------------------------------------------------------------
 @contextmanager
 def _real_parameters_allowed(mode: FakeTensorMode | None) -> Iterator[None]:
-    """Parameters of a leaf are real, and meet fake inputs."""
     if mode is None:
         yield
         return
@@ -353,7 +351,7 @@ def _has_slices(module: nn.Module) -> bool:
 
 @contextmanager
 def _whole(module: nn.Module) -> Iterator[None]:
-    """Fake tensors of their whole shapes in the places of slices."""
+    """Replace sharded tensors by fake tensors of their full shapes."""
     slots = [slot for slot in tensor_slots(module) if _is_slice(slot[2])]
     try:
         for table, name, tensor in slots:
@@ -369,7 +367,7 @@ def _whole(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _fake_counters(module: nn.Module, mode: FakeTensorMode | None) -> Iterator[None]:
-    """Buffers of one element are fake: a fake made of one would write to the real one."""
+    """Make one-element buffers fake, as a fake made from them would write to the real ones."""
     replaced = []
     for table, name, buffer in tensor_slots(module) if mode is not None else ():
         one = buffer.numel() == 1 and not isinstance(buffer, nn.Parameter)
@@ -388,7 +386,7 @@ class _PinnedError(Exception):
 
 
 def _refuse_pin(_condition: Any, value: Any) -> None:
-    if value.is_number:  # the size itself is asked for, and not whether it is of some kind
+    if value.is_number:  # the size itself is used, not only a condition on it
         raise _PinnedError
 
 
@@ -408,17 +406,17 @@ def _cannot_be_faked(error: Exception) -> bool:
 
 
 class _Given(int):
-    """Stands for one of the tensors that a leaf was called with, by its number."""
+    """Index of one of the tensors that a leaf was called with."""
 
 
 def _without_history(result: Any, given: list[Tensor]) -> Any:
-    """The result of a leaf for calls like this one; its own history would keep parameters alive."""
+    """Return a leaf's result without autograd history, which would keep parameters alive."""
     places = {id(tensor): _Given(index) for index, tensor in enumerate(given)}
     return map_leaves(result, lambda v: places[id(v)] if id(v) in places else _copy_of_fake(v))
 
 
 def _copy_of_fake(value: Any) -> Any:
-    """A fake tensor like one that the leaf, or a sibling of it, has returned."""
+    """Return a fake tensor like one that the leaf or a sibling has returned."""
     if not isinstance(value, Tensor):
         return value
     new = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
@@ -429,9 +427,9 @@ def _copy_of_fake(value: Any) -> Any:
 
 # --- keys ----------------------------------------------------------------------------------------
 def signature(module: nn.Module, path: str = "", classes: Mapping[str, type] | None = None) -> Any:
-    """Equal for siblings that act alike: classes, shapes, plain attributes, hooks.
+    """Return a key of equal siblings, from their classes, shapes, attributes and hooks.
 
-    `classes` has the own classes of modules that have another one for the time of a capture.
+    `classes` has the original classes of modules that have another one during a capture.
     """
     if isinstance(module, torch.jit.ScriptModule):
         return id(module)
@@ -454,7 +452,7 @@ def signature(module: nn.Module, path: str = "", classes: Mapping[str, type] | N
         hooks = [h for h in each._forward_hooks.values() if not collects(h)]
         hooks += each._forward_pre_hooks.values()
         kind = type(each) if classes is None else classes.get(full, type(each))
-        # Syncs of siblings are equal objects, hooks of users are what they are.
+        # Syncs of siblings compare equal; hooks of users are compared by identity.
         acts = tuple(h.function if hasattr(h, MODE_ATTRIBUTE) else id(h) for h in hooks)
         found.append((name, kind, shapes, plain, acts))
     return tuple(found)
@@ -475,7 +473,7 @@ def _size(size: Any) -> Any:
 
 
 def _by_value(value: Any) -> Any:
-    """Containers by what they hold: sets such as ``pruned_heads`` differ by layer otherwise."""
+    """Return a container's content: sets such as ``pruned_heads`` differ between layers by id."""
     if isinstance(value, dict):
         return (dict, tuple((k, _by_value(v)) for k, v in value.items()))
     if isinstance(value, (tuple, list, set, frozenset)):

@@ -1,4 +1,4 @@
-"""Leaves: modules below a traced one that stay calls, and the state restored after they run."""
+"""Leaves: modules below a traced one that stay calls, and state to restore after they run."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ _HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def is_torch_leaf(module: nn.Module) -> bool:
-    """True for layers of ``torch.nn`` itself, containers excepted, and for compiled modules."""
+    """Return True for layers of ``torch.nn`` except containers, and for compiled modules."""
     if isinstance(module, torch.jit.ScriptModule):
         return True
     if type(module) is nn.Module:
-        return False  # a bare one is there to hold others
+        return False  # a bare Module only contains others
     home = type(module).__module__
     return home.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(module, _HOLDERS)
 
 
 def is_sealed(module: nn.Module) -> bool:
-    """True for modules that never become graphs: torch's own, and those that say so."""
+    """Return True for modules that never become graphs: torch's own and ``traceable = False``."""
     return is_torch_leaf(module) or not getattr(module, "traceable", True)
 
 
 def is_opaque(module: nn.Module) -> bool:
-    """True for modules that must stay one call: sealed, or with hooks that a graph would not show.
+    """Return True for modules that stay one call: sealed, or with hooks that a graph would omit.
 
-    Slapo's own syncs become operations of the graph, and Transformers' collecting hooks only look.
+    Slapo's syncs become operations of the graph, and Transformers' collecting hooks have no effect.
     """
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     foreign = any(not hasattr(hook, MODE_ATTRIBUTE) and not collects(hook) for hook in hooks)
@@ -53,8 +53,8 @@ def is_opaque(module: nn.Module) -> bool:
 class Depth:
     """How far a trace enters the modules below: the ``is_leaf`` of a capture.
 
-    With `flatten` it enters every module that is not opaque, else only those marked
-    ``inline_in_trace = True``. Classes and paths in `leaf_modules` stay calls in any case.
+    With `flatten` it enters every module that is not opaque, else only those whose
+    ``inline_in_trace`` is true. Classes and paths in `leaf_modules` always stay calls.
     """
 
     flatten: bool = False
@@ -68,12 +68,12 @@ class Depth:
             return True
         trace = vars(module).get("_trace")
         if trace is not None and trace.is_rewritten:
-            return True  # entered, its own forward would take the place of its graph
+            return True  # if entered, its own forward would replace its rewritten graph
         return not (self.flatten or getattr(module, "inline_in_trace", False))
 
 
 def tensor_slots(root: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Each parameter and buffer at or below `root`: its table, its name there, and the tensor."""
+    """Return (table, name, tensor) of each parameter and buffer at or below `root`."""
     modules = [m for m in root.modules() if not isinstance(m, torch.jit.ScriptModule)]
     tables: list[dict[str, Any]] = [t for m in modules for t in (m._parameters, m._buffers)]
     return [(table, k, t) for table in tables for k, t in table.items() if t is not None]
@@ -81,7 +81,7 @@ def tensor_slots(root: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
 
 @contextmanager
 def syncs_replaced(root: nn.Module, stand_in: Callable[[Any], Any]) -> Iterator[None]:
-    """Within the block each sync below `root` calls ``stand_in(its collective)`` instead."""
+    """Replace each sync's collective below `root` by ``stand_in(collective)`` within the block."""
     below = (module for module in root.modules() if module is not root)
     hooks: dict[int, Any] = {
         id(hook): hook
@@ -101,12 +101,12 @@ def syncs_replaced(root: nn.Module, stand_in: Callable[[Any], Any]) -> Iterator[
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """After the block the process draws the numbers that it would have drawn without."""
+    """Restore all random generators after the block."""
     cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     generators = [torch._C.default_generator, *cuda]
     states = [(generator, generator.get_state()) for generator in generators]
     python = random.getstate()
-    # Dynamo saves the state of CUDA too; a process that has started CUDA cannot fork.
+    # Dynamo also saves the CUDA state, which would start CUDA; then the process cannot fork.
     unasked: Any = contextlib.nullcontext()
     if torch.cuda.is_available() and not torch.cuda.is_initialized():
         unasked = mock.patch.object(torch.cuda, "get_rng_state", _no_state)
@@ -125,10 +125,10 @@ def _no_state(device: Any = "cuda") -> None:
 
 @contextmanager
 def attributes_kept(root: nn.Module) -> Iterator[list[tuple[Any, str]]]:
-    """After the block modules at and below `root`, and their configs, have their attributes back.
+    """Restore the attributes of modules at and below `root`, and of their configs, after the block.
 
-    A run on fake tensors would leave fake ones there. Yields a list of the (owner, name) of what
-    the block has set or filled, which is complete when the block ends.
+    A run on fake tensors would leave fake ones there. Yields the (owner, name) list of changed
+    attributes, complete when the block ends.
     """
     owners = [m for m in root.modules() if not isinstance(m, torch.jit.ScriptModule)]
     configs = (vars(m).get("config") for m in owners)

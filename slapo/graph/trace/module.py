@@ -1,9 +1,9 @@
-"""The traced module: the user's own module, under a class that can run graphs.
+"""Traced modules: the user's own module with a class that can run graphs.
 
-As ``fully_shard`` does, a trace changes the class of a module and nothing else: parameters,
-children, hooks, attributes and names are the same objects. The graph is there to be looked at and
-rewritten. A module without rewrites runs its own forward. One with rewrites runs what dynamo
-captures of each kind of call, with the rewrites applied to each capture.
+Like ``fully_shard``, a trace changes only the class of a module: parameters, children, hooks,
+attributes and names are the same objects. The graph is for inspection and rewriting. A module
+without rewrites runs its own forward. One with rewrites runs dynamo's capture of each kind of call,
+with the rewrites applied to each.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from slapo.wrapper import innermost
 if TYPE_CHECKING:
     from slapo.graph.trace.capture import Capture
 
-#: Kinds of calls of one module. Beyond it an argument most likely differs in each call.
+#: Maximum number of kinds of calls. Beyond it an argument most likely differs in each call.
 MAX_KINDS = 64
 
 #: Captures that siblings share: class -> (signature of the module, pristine capture).
@@ -39,10 +39,9 @@ Shared = dict[Any, list[tuple[Any, "Capture"]]]
 
 
 class Tree:
-    """The modules below one, and of their tensors all that Python may have read at a capture.
+    """Snapshot of the modules below one, and of the tensor properties that Python may have read.
 
-    Dynamo sees no tensor of the modules that stay calls, though what these return follows from
-    them. Values may change.
+    Dynamo sees no tensors of leaves, though their results depend on them. Values may change.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -58,11 +57,11 @@ class Tree:
         return children, [t if t is None else (t.dtype, t.requires_grad, t.shape) for t in tensors]
 
     def modes(self) -> tuple[bool, ...]:
-        """Train or eval mode of each module."""
+        """Return the training mode of each module."""
         return tuple([module.training for module in self._modules])
 
     def is_as_before(self) -> bool:
-        """Return whether nothing of it has changed."""
+        """Return whether everything is unchanged."""
         return bool(self._now() == self._before)
 
 
@@ -82,29 +81,29 @@ class Trace:
         shared: Shared | None = None,
     ) -> None:
         self.origin, self.is_leaf = origin, is_leaf
-        #: the graph that the schedule sees, or a function that makes it when it is asked for
+        #: the graph that the schedule sees, or a function that makes it on first use
         self._shown = shown
-        #: paths of the modules below whose operations are in the graph
+        #: paths of the modules whose operations are in the graph
         self.entered = entered
-        #: paths of the modules below that it calls, where that is known before the graph is
+        #: paths of the modules that it calls, if known before the graph is made
         self._called = called
-        #: the arguments, and by parameter the constants, that it was traced with
+        #: the arguments, and the constants by parameter, that it was traced with
         self.inputs, self.constants = inputs, constants or {}
-        #: captures of siblings
+        #: captures shared by siblings
         self.shared: Shared = {} if shared is None else shared
         self.rules: list[Rewrite] = []
         self.parked: dict[str, Stub] = {}
         self.added: list[str] = []
-        #: modules that one rewrite has added and another has taken out, by name
+        #: modules that one rewrite added and another removed, by name
         self.dropped: dict[str, nn.Module] = {}
         #: the capture that was shown first; None for a preview, which never runs
         self.first = first
         self.edited: Callable[..., Any] | None = None
         self.known: list[Capture] = []
         self.number: int | None = None
-        #: what captures take for granted of the modules and tensors below
+        #: snapshot of the modules and tensors that captures depend on
         self.tree: Tree | None = None
-        #: the graph with containers entered that was made last, for a pipeline
+        #: the latest graph with containers entered, for a pipeline
         self.joined: Any = None
 
     @property
@@ -126,21 +125,21 @@ class Trace:
 
     @property
     def is_rewritten(self) -> bool:
-        """Return whether calls run graphs, and not the module's own forward."""
+        """True if calls run graphs instead of the module's own forward."""
         return bool(self.rules) or self.edited is not None
 
     def forget(self) -> None:
-        """Drop all captures: something that they have built in has changed."""
+        """Drop all captures, after a change of something that they contain as a constant."""
         self.known, self.tree, self.joined = [], None, None
 
     def take_joined(self, key: Any, root: nn.Module) -> Any:
-        """The joined graph of the last trace, once, if it is one of `key` and still holds."""
+        """Return the last joined graph once, if it has this `key` and is still valid."""
         joined, self.joined = self.joined, None
         is_known = joined is not None and joined.capture is not None and joined.key == key
         return joined if is_known and joined.capture.holds_state(root) else None
 
     def edit(self) -> None:
-        """Run the shown graph, whatever has become of it, from now on."""
+        """Run the shown graph, however it was edited, from now on."""
         self.shown.lint()
         self.edited = code_of(self.shown)
         self.forget()
@@ -149,7 +148,7 @@ class Trace:
     def code_for(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[..., Any]:
-        """The code of a capture that serves a call."""
+        """Return the code of a capture that is valid for a call."""
         if torch.compiler.is_dynamo_compiling():
             return _known_code(module, args, kwargs)
         if self.tree is None or not self.tree.is_as_before():
@@ -159,7 +158,7 @@ class Trace:
         for each in self.known:
             if each.key == key and each.modes == modes and each.holds(module, args, kwargs):
                 return each.code
-        # A compiled caller that got here must not compile this too.
+        # A compiled caller that reaches this must not compile it.
         return torch.compiler.disable(self._new_code)(module, key, modes, args, kwargs)
 
     def _new_code(
@@ -198,7 +197,7 @@ class Trace:
         return each.code
 
     def _check_children(self, graph: fx.Graph) -> None:
-        """Refuse a capture that still needs a child which rewrites have taken out."""
+        """Refuse a capture that still uses a child which rewrites have removed."""
         nodes = (*graph.find_nodes(op="call_module"), *graph.find_nodes(op="get_attr"))
         for node in nodes if self.parked else ():
             path = str(node.target)
@@ -213,19 +212,19 @@ class Trace:
 
     # --- undo and copies -------------------------------------------------------------------------
     def _copied(self) -> dict[str, Any]:
-        """State that a copy keeps; guards stay behind, and the copy captures when it is called."""
+        """Return the state for a copy, which captures anew because guards cannot be copied."""
         tables = ("rules", "parked", "added", "dropped")
         state = {k: v.copy() if k in tables else v for k, v in self.__dict__.items()}
         return {**state, "known": [], "tree": None, "number": None, "joined": None}
 
     def saved(self) -> dict[str, Any]:
-        """The state, for :meth:`restore`."""
+        """Return the state, for :meth:`restore`."""
         shown = self._shown
         before = copy.deepcopy(shown) if isinstance(shown, fx.Graph) else shown
         return {**self._copied(), "before": before}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Go back to a state that was saved."""
+        """Restore a saved state."""
         state = dict(saved)
         before, shown = state.pop("before"), state["_shown"]
         if isinstance(shown, fx.Graph) and str(shown) != str(before):
@@ -257,8 +256,8 @@ def captured(
     key: Any = None,
     parked: Collection[str] = (),
 ) -> Capture:
-    """A capture, that of a sibling where dynamo's guards say that it holds for this module too."""
-    # These bring torch._dynamo, which takes a second.
+    """Return a capture; a sibling's is reused if dynamo's guards hold for this module too."""
+    # These import torch._dynamo, which takes a second.
     from slapo.graph.trace.capture import capture
     from slapo.graph.trace.leaf_calls import signature
 
@@ -275,24 +274,24 @@ def captured(
 
 # --- the class -----------------------------------------------------------------------------------
 class Traced(fx.GraphModule):
-    """Mixed into the class of a module that has been traced.
+    """Mixin of the class of traced modules.
 
-    ``graph`` is the shown graph, ``code`` its source. After a change of the graph by hand,
+    ``graph`` is the shown graph, ``code`` its source. After a manual change of the graph,
     ``recompile()`` makes it the code of the module.
     """
 
     _origin: type[nn.Module]
-    _lineno_map = None  # torch.compile asks a GraphModule for it
+    _lineno_map = None  # torch.compile reads it on a GraphModule
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An object of the original's class: what is made of this class is not traced."""
+        """Make an untraced object of the original class."""
         return cls._origin(*args, **kwargs)
 
     @property
     def graph(self) -> fx.Graph:
         """The graph that the schedule sees."""
         shown = trace_of(self).shown
-        if shown.owning_module is None:  # fx asks it which calls may be dropped
+        if shown.owning_module is None:  # fx uses it to decide which calls may be dropped
             shown.owning_module = self
         return shown
 
@@ -311,9 +310,10 @@ class Traced(fx.GraphModule):
         return str(self.graph.python_code("self").src)
 
     def recompile(self) -> fx.graph.PythonCode:
-        """Run the shown graph, which was edited by hand, from now on."""
+        """Run the manually edited graph from now on."""
         caller = sys._getframe(1).f_code.co_filename
-        if caller != graph_module.__file__:  # a graph module around this one does it on its own
+        # an enclosing graph module also calls this, without an edit
+        if caller != graph_module.__file__:
             trace_of(self).edit()
         return trace_of(self).shown.python_code("self")
 
@@ -336,14 +336,14 @@ class Traced(fx.GraphModule):
     __repr__ = nn.Module.__repr__
 
     def __str__(self) -> str:
-        """The modules, and the code of the shown graph."""
+        """Return the modules, and the code of the shown graph."""
         return f"{nn.Module.__repr__(self)}\n\n{self.code}"
 
 
 class _Eagerly:
-    """A method that runs on the original's forward, such as Transformers' ``generate``.
+    """Method that runs on the original forward, such as Transformers' ``generate``.
 
-    It calls the model with key/value caches, which no graph holds.
+    It uses key/value caches, which no graph holds.
     """
 
     def __init__(self, name: str) -> None:
@@ -361,16 +361,16 @@ _CLASSES: WeakValueDictionary[type, type[Traced]] = WeakValueDictionary()
 
 
 def class_for(origin: type[nn.Module]) -> type[Traced]:
-    """The class of traced modules of one class, in which both ours and the original are bases.
+    """Return the class of traced modules of one class, with Traced and the original as bases.
 
-    The original comes in afterwards, so that no hook of it that waits for subclasses is run.
+    The original base is added afterwards, so that its ``__init_subclass__`` does not run.
     """
     known = _CLASSES.get(origin)
     if known is not None:
         return known
     own = origin.forward
 
-    @functools.wraps(own)  # trainers choose the columns of a batch by the signature
+    @functools.wraps(own)  # trainers select batch columns by the signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         trace = self.__dict__["_trace"]
         if not trace.rules and trace.edited is None:
@@ -393,13 +393,13 @@ def class_for(origin: type[nn.Module]) -> type[Traced]:
 
 
 def trace_of(module: nn.Module) -> Trace:
-    """The trace of a traced module."""
+    """Return the trace of a traced module."""
     trace: Trace = module.__dict__["_trace"]
     return trace
 
 
 def attach(module: nn.Module, trace: Trace) -> None:
-    """Make `module` a traced one."""
+    """Turn `module` into a traced one."""
     kind = class_for(trace.origin)
     vars(module)["_trace"] = trace
     module.__class__ = kind
@@ -410,23 +410,23 @@ def _restored(origin: type[nn.Module]) -> Traced:
 
 
 def origin_of(module: nn.Module) -> type[nn.Module]:
-    """The class that a module has, or had before it was traced."""
+    """Return the class that a module has, or had before it was traced."""
     return trace_of(module).origin if isinstance(module, Traced) else type(module)
 
 
 def inlined_in(module: nn.Module) -> frozenset[str]:
-    """Paths of the modules below a traced one whose operations are in its graph."""
+    """Return the paths of modules whose operations are in the graph of a traced module."""
     return trace_of(module).entered if isinstance(module, Traced) else frozenset()
 
 
 def uncalled_in(module: nn.Module) -> frozenset[str]:
-    """Paths of the modules below that are not called: a rewritten module runs their operations."""
+    """Return the paths of uncalled modules, whose operations a rewritten parent runs."""
     rewritten = isinstance(module, Traced) and trace_of(module).is_rewritten
     return inlined_in(module) if rewritten else frozenset()
 
 
 def kept_whole_in(module: nn.Module) -> frozenset[str]:
-    """Paths of the modules below that a flat trace was told to keep as one call each."""
+    """Return the paths of modules that a flat trace keeps as one call each."""
     depth = trace_of(module).is_leaf if isinstance(module, Traced) else None
     if not isinstance(depth, Depth) or not depth.flatten or not depth.leaf_modules:
         return frozenset()
@@ -438,7 +438,7 @@ def kept_whole_in(module: nn.Module) -> frozenset[str]:
 
 
 def check_traceable(module: nn.Module) -> None:
-    """Refuse an object whose ``forward`` was replaced, as wrappers of other libraries do."""
+    """Refuse an object whose ``forward`` was replaced, as by wrappers of other libraries."""
     if "forward" in vars(module):
         raise TraceError(
             f"forward was set on this {type(module).__name__} itself, and a trace sees the one of "
@@ -448,14 +448,14 @@ def check_traceable(module: nn.Module) -> None:
 
 # --- code ----------------------------------------------------------------------------------------
 def code_of(graph: fx.Graph) -> Callable[..., Any]:
-    """A function ``(module, *args, **kwargs)`` that runs a graph."""
+    """Return a function ``(module, *args, **kwargs)`` that runs a graph."""
     source = graph.python_code(root_module="self")
     run: Callable[..., Any] = graph_module._forward_from_src(source.src, source.globals)
     return _modes_restored(run) if any(map(switches_mode, graph.nodes)) else run
 
 
 def _modes_restored(run: Callable[..., Any]) -> Callable[..., Any]:
-    """An error inside a region of ``no_grad`` or ``autocast`` must not leave it open."""
+    """Restore ``no_grad`` and ``autocast`` if an error occurs inside such a region."""
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
         devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
@@ -478,9 +478,9 @@ _NUMBERS = itertools.count()
 
 
 def _known_code(module: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
-    """Within somebody's torch.compile: the code of a kind that was met before."""
+    """Return the code of a known kind of call, inside an outer torch.compile."""
     trace = module._trace
-    # Read here, so that the outer dynamo asks for them too.
+    # Read here, so that the outer dynamo guards on them too.
     modes = () if trace.tree is None else trace.tree.modes()
     key = call_key(args, kwargs, within_compile=True)
     for index in _candidates(trace.number, key, modes):
@@ -497,7 +497,7 @@ def _known_code(module: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
 
 
 def _candidates(number: int | None, key: Any, modes: Any) -> tuple[int, ...]:
-    """Run while the outer dynamo traces: captures of this key whose state is as it was."""
+    """Return the captures of a key with unchanged state; runs while the outer dynamo traces."""
     module = None if number is None else _MODULES.get(number)
     trace = None if module is None else trace_of(module)
     if module is None or trace is None or trace.tree is None or not trace.tree.is_as_before():
@@ -508,14 +508,14 @@ def _candidates(number: int | None, key: Any, modes: Any) -> tuple[int, ...]:
     return tuple(index for index, holds in enumerate(found) if holds)
 
 
-# As by ``torch.compiler.assume_constant_result``, which would import dynamo now.
+# Like ``torch.compiler.assume_constant_result``, which would import dynamo here.
 _candidates._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # --- rewrites ------------------------------------------------------------------------------------
 def rewrite(module: fx.GraphModule, rule: Rewrite) -> None:
-    """Apply a rule to the shown graph, and to every capture to come; on an error to nothing."""
-    if not isinstance(module, Traced):  # a graph module of the user's, which runs as it is
+    """Apply a rule to the shown graph and to every later capture; an error changes nothing."""
+    if not isinstance(module, Traced):  # a user's graph module, which runs its own graph
         rule.apply(View(module, module.graph))
         module.recompile()
         return
@@ -531,10 +531,10 @@ def rewrite(module: fx.GraphModule, rule: Rewrite) -> None:
 
 
 def forget_captures(*modules: nn.Module) -> None:
-    """Drop the captures of traced modules, of which something below has changed.
+    """Drop the captures of traced modules after a change below them.
 
-    A capture has built in what Python read of a parameter's shape, for one. What is not changed
-    is found again among the captures that siblings share.
+    Captures contain constants such as parameter shapes. Unchanged ones are found again among the
+    captures that siblings share.
     """
     for module in map(innermost, modules):
         if isinstance(module, Traced):
@@ -542,5 +542,5 @@ def forget_captures(*modules: nn.Module) -> None:
 
 
 def rules_of(module: nn.Module) -> list[Rewrite]:
-    """The rewrites of a traced module, in order."""
+    """Return the rewrites of a traced module, in order."""
     return trace_of(module).rules if isinstance(module, Traced) else []

@@ -1,4 +1,4 @@
-"""Nested Python values, such as the arguments of a call: their elements, copies and keys."""
+"""Nested Python values, such as call arguments: their elements, copies and keys."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch import Tensor
 #: Key in ``node.meta`` for the kind of a node's value; see :func:`kind_of`.
 KIND = "slapo_kind"
 
-#: Key in ``node.meta`` for which dimensions of a tensor have one element, whatever is passed in.
+#: Key in ``node.meta`` for the dimensions of a tensor that have one element for any input.
 ONES = "slapo_ones"
 
 #: Key in ``node.meta`` for the path of the module whose forward makes the call.
 OWNER = "slapo_owner"
 
-#: Symbolic numbers: sizes, and what Python arithmetic makes of them.
+#: Symbolic values: sizes, and results of Python arithmetic on them.
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 _PLAIN = (bool, int, float, str)
@@ -37,9 +37,9 @@ class Part(NamedTuple):
 
 
 def parts(value: Any) -> list[Part] | None:
-    """The elements of a tuple, list, mapping or dataclass; None for anything else.
+    """Return the elements of a tuple, list, mapping or dataclass; None for anything else.
 
-    Model outputs of Transformers are dataclasses that leave out the fields that are None.
+    Transformers' model outputs are dataclasses that omit fields that are None.
 
     >>> [part.key for part in parts({"a": 1, "b": 2})]
     ['a', 'b']
@@ -60,19 +60,19 @@ def parts(value: Any) -> list[Part] | None:
 
 
 def kind_of(value: Any) -> str:
-    """``"tensor"``, ``"container"``, or ``"value"`` for everything else, shapes included."""
+    """Return ``"tensor"``, ``"container"``, or ``"value"`` for anything else, such as a shape."""
     if isinstance(value, Tensor):
         return "tensor"
     return "value" if parts(value) is None else "container"
 
 
 def ones_of(value: Any) -> tuple[bool, ...]:
-    """For each dimension of a tensor whether it has one element, and not a symbol's number."""
+    """Return for each dimension of a tensor whether its size is the constant 1."""
     return tuple([type(size) is int and size == 1 for size in getattr(value, "shape", ())])
 
 
 def rebuild(value: Any, items: list[Any]) -> Any:
-    """A container like `value` that holds `items`, in the order of :func:`parts`."""
+    """Make a container like `value` from `items`, in the order of :func:`parts`."""
     kind: Any = type(value)
     if dataclasses.is_dataclass(value):
         names = [part.key for part in parts(value) or ()]
@@ -83,7 +83,7 @@ def rebuild(value: Any, items: list[Any]) -> Any:
 
 
 def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """`value` with `function` applied to everything in it that is not a container."""
+    """Apply `function` to everything in `value` that is not a container."""
     elements = parts(value)
     if elements is None:
         return function(value)
@@ -91,7 +91,7 @@ def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Everything in `value` that is not a container, in order."""
+    """Yield everything in `value` that is not a container, in order."""
     elements = parts(value)
     if elements is None:
         yield value
@@ -100,13 +100,13 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """The tensors in `value`, in order."""
+    """Return the tensors in `value`, in order."""
     return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
-# --- as dynamo's graphs can hold them ------------------------------------------------------------
+# --- forms that dynamo's graphs can hold ---------------------------------------------------------
 def flatten(value: Any, flat: list[Any]) -> tuple[Any, ...]:
-    """The structure of a value as nested tuples; its tensors and sizes are appended to `flat`."""
+    """Return a value's structure as nested tuples; append its tensors and sizes to `flat`."""
     if isinstance(value, (Tensor, *SYMBOLIC)):
         flat.append(value)
         return ("leaf", len(flat) - 1)
@@ -126,7 +126,7 @@ def flatten(value: Any, flat: list[Any]) -> tuple[Any, ...]:
 
 
 def accesses(value: Any) -> list[tuple[Any, ...]]:
-    """The steps to each tensor and size in a value, in the order of :func:`flatten`."""
+    """Return the steps to each tensor and size in a value, in the order of :func:`flatten`."""
     if isinstance(value, (Tensor, *SYMBOLIC)):
         return [()]
     elements = parts(value) or ()
@@ -136,14 +136,14 @@ def accesses(value: Any) -> list[tuple[Any, ...]]:
 
 
 def assemble(structure: Any, flat: Any) -> Any:
-    """A value of this structure with the tensors of `flat`; dynamo interprets this function."""
+    """Build a value of this structure from `flat`; dynamo interprets this function."""
     tag, content = structure[0], structure[1]
     if tag == "leaf":
         return flat[content]
     if tag == "value":
         return content
     items = [assemble(inner, flat) for inner in structure[2]]
-    # Dynamo cannot guard a type that comes out of a constant: these four are spelled out.
+    # Dynamo cannot guard a type that comes from a constant, so these four are written out.
     if tag == "tuple":
         return tuple(items)
     if tag == "list":
@@ -151,7 +151,7 @@ def assemble(structure: Any, flat: Any) -> Any:
     if tag == "size":
         return torch.Size(items)
     if tag == "dict":
-        return dict(zip(structure[3], items))  # noqa: B905  (dynamo knows no strict=)
+        return dict(zip(structure[3], items))  # noqa: B905  (dynamo does not support strict=)
     if tag == "fields":
         return content(**dict(zip(structure[3], items)))  # noqa: B905
     return content(*items) if tag == "record" else content(items)
@@ -159,7 +159,7 @@ def assemble(structure: Any, flat: Any) -> Any:
 
 # --- keys of calls -------------------------------------------------------------------------------
 class _Same:
-    """An object that equals itself alone; it stays alive, so its identity is not given away."""
+    """Wrapper that equals itself only; it keeps the object alive, so its id is not reused."""
 
     __slots__ = ("value",)
 
@@ -176,10 +176,10 @@ class _Same:
 def call_key(
     args: tuple[Any, ...], kwargs: dict[str, Any], within_compile: bool = False
 ) -> tuple[Any, ...]:
-    """Everything that Python can ask of the arguments of a call, sizes above 1 aside.
+    """Return everything that Python can read from a call's arguments, except sizes above 1.
 
-    It is exact on purpose: a call with another key is captured again, never refused. Somebody's
-    ``torch.compile`` around the call guards on autocast itself.
+    The key is exact on purpose: a call with another key is captured again, never refused. An outer
+    ``torch.compile`` guards on autocast itself.
 
     >>> x, y = torch.ones(3, 5), torch.ones(2, 7)
     >>> call_key((x,), {}) == call_key((y,), {}), call_key((x,), {}) == call_key((), {"input": x})
@@ -199,7 +199,7 @@ def _autocast() -> tuple[Any, ...]:
 
 
 def collected_keys() -> tuple[str, ...]:
-    """The outputs that a model of Transformers collects by hooks in the call under way."""
+    """Return the outputs that a Transformers model collects by hooks in the current call."""
     home = sys.modules.get("transformers.utils.output_capturing")
     active = home._active_collector.get() if home is not None else None
     return tuple(active) if active else ()
@@ -209,7 +209,7 @@ def _key(value: Any, seen: list[Tensor], exact: bool) -> Any:
     if isinstance(value, Tensor):
         alias = next((k for k, other in enumerate(seen) if other is value), len(seen))
         seen.append(value)
-        small = tuple([s if s < 2 else 2 for s in value.shape])  # 0 and 1 are cases of their own
+        small = tuple([s if s < 2 else 2 for s in value.shape])  # 0 and 1 are special cases
         return (small, value.dtype, value.device, value.requires_grad, alias)
     if value is None:
         return None
@@ -225,7 +225,7 @@ def _key(value: Any, seen: list[Tensor], exact: bool) -> Any:
 
 
 def size_check(conditions: Iterable[str]) -> Callable[[Any, Any], bool]:
-    """A function of ``(args, kwargs)`` that tells whether all conditions hold."""
+    """Return a function of ``(args, kwargs)`` that checks all conditions."""
     text = " and ".join(f"({condition})" for condition in conditions) or "True"
     check: Callable[[Any, Any], bool] = eval(  # written by torch's shape engine
         f"lambda args, kwargs: {text}", {"math": math, "torch": torch}

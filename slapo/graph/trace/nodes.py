@@ -1,4 +1,4 @@
-"""Nodes of a graph: names, targets, and the values that they hold."""
+"""Nodes of a graph: names, targets, and values."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch._ops import OpOverload
 
 from slapo.errors import TraceError
 
-#: Gives the module for the target of a ``call_module`` node, as ``gm.get_submodule`` does.
+#: Returns the module for the target of a ``call_module`` node, as ``gm.get_submodule`` does.
 ModuleLookup = Callable[[str], nn.Module]
 
-#: Values that are compared part by part.
+#: Types that are compared element by element.
 CONTAINERS = (tuple, list, dict, slice)
 
 Pair = tuple[Any, Any]
@@ -29,7 +29,7 @@ _STARS: dict[Any, str] = {
 }
 _PLAIN = (str, int, float, bool, complex, torch.dtype, torch.device, enum.Enum, type(None))
 
-# By name, as graphs loaded from a file have them.
+# By name, as in graphs loaded from a file.
 _BEGINS = frozenset({"_enter_autocast", "_enter_inference_mode"})
 _ENDS = frozenset({"_exit_autocast", "_exit_inference_mode"})
 
@@ -38,13 +38,13 @@ _ENDS = frozenset({"_exit_autocast", "_exit_inference_mode"})
 class FunctionApply:
     """Target of a node that calls ``function.apply``.
 
-    It has the names that generated code needs, compares by the function, pickles by reference to
-    it, and stays one node when the graph is traced symbolically.
+    It has the names that generated code needs and compares by the function. It pickles by reference
+    to it, and stays one node in a symbolic trace.
     """
 
     #: a subclass of ``torch.autograd.Function``
     function: Any
-    #: (position, argument) that generated code could not spell out, such as a process group
+    #: (position, argument) that generated code cannot express, such as a process group
     constants: tuple[tuple[int, Any], ...] = ()
 
     @property
@@ -52,7 +52,6 @@ class FunctionApply:
         return f"{self.function.__name__}_apply"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """``function.apply(*args, **kwargs)``."""
         for value in (*args, *kwargs.values()):
             if isinstance(value, fx.Proxy):
                 return value.tracer.create_proxy("call_function", self, args, kwargs)
@@ -64,13 +63,12 @@ class FunctionApply:
 
 @dataclass(frozen=True, eq=False)
 class HeldTensor:
-    """Target of a node whose value is a tensor from outside the module, such as a global one."""
+    """Target of a node whose value is a tensor from outside the module, such as a global."""
 
     tensor: Any
     __name__ = "held_tensor"
 
     def __call__(self) -> Any:
-        """The tensor."""
         return self.tensor
 
 
@@ -85,12 +83,11 @@ class HeldModule:
         return type(self.module).__name__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module."""
         return self.module(*args, **kwargs)
 
 
 def like_input(result: Any, given: Tensor, path: str) -> Any:
-    """Check a result that the graph takes to be like an input, whatever the sizes of a call."""
+    """Check that a result which the graph assumes to be like an input is so in this call."""
     if not isinstance(result, Tensor) or result.shape != given.shape:
         shown = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         raise TraceError(
@@ -101,7 +98,7 @@ def like_input(result: Any, given: Tensor, path: str) -> Any:
 
 
 def called_name(node: fx.Node) -> str:
-    """Name of the function or method that a node calls, empty if it has none."""
+    """Return the name of the function or method that a node calls, or ``""``."""
     target: Any = node.target
     if isinstance(target, str):
         return target if node.op == "call_method" else ""
@@ -130,10 +127,11 @@ class OpenRegions:
         self._open: list[fx.Node] = []
 
     def follow(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """The nodes that began the regions open behind `node`; give it all nodes in order."""
+        """Return the nodes that began the regions open after `node`; call it on nodes in order."""
         name = called_name(node) if node.op == "call_function" else ""
         last = self._open[-1] if self._open else None
-        if name == "_set_grad_enabled":  # back to the mode from before the innermost: its end
+        # a return to the mode before the innermost region ends that region
+        if name == "_set_grad_enabled":
             ends = last is not None and last.target is node.target and last.args != node.args
             self._open = self._open[:-1] if ends else [*self._open, node]
         elif name in _BEGINS:
@@ -144,20 +142,20 @@ class OpenRegions:
 
 
 def nodes_in(value: Any) -> list[fx.Node]:
-    """The nodes in nested containers, in order."""
+    """Return the nodes in nested containers, in order."""
     nodes: list[fx.Node] = []
     fx.map_arg(value, nodes.append)
     return nodes
 
 
 def attribute(root: nn.Module, target: str) -> Any:
-    """The attribute of `root` at the path that a ``get_attr`` node names."""
+    """Return the attribute of `root` at the target of a ``get_attr`` node."""
     owner, _, name = target.rpartition(".")
     return getattr(root.get_submodule(owner), name)
 
 
 def inner_pairs(one: Any, other: Any) -> list[Pair] | None:
-    """The parts of a container, each with that of another; None if they are not alike."""
+    """Pair the elements of two containers; return None if their structures differ."""
     if isinstance(one, (tuple, list)):
         same = isinstance(other, (tuple, list)) and len(one) == len(other)
         return list(zip(one, other, strict=True)) if same else None
@@ -170,10 +168,10 @@ def inner_pairs(one: Any, other: Any) -> list[Pair] | None:
 
 
 def spare_self(graph: fx.Graph) -> fx.Graph:
-    """The empty `graph`, in which no node will be called ``self``.
+    """Reserve the name ``self`` in the empty `graph` and return it.
 
-    Nodes are named after the modules they call, and BERT has a child ``self``: its result would
-    take the name of the first parameter of the generated forward.
+    Nodes are named after the modules they call. BERT has a child ``self``, whose result would
+    shadow the first parameter of the generated forward.
 
     >>> graph = spare_self(fx.Graph())
     >>> graph.call_module("self").name
@@ -184,7 +182,7 @@ def spare_self(graph: fx.Graph) -> fx.Graph:
 
 
 def add_placeholder(graph: fx.Graph, parameter: inspect.Parameter) -> fx.Node:
-    """The placeholder of a parameter: same name, same default."""
+    """Add the placeholder of a parameter, with the same name and default."""
     star, default = _STARS.get(parameter.kind, ""), parameter.default
     if star or default is parameter.empty:
         given: tuple[Any, ...] = ()
@@ -207,13 +205,13 @@ def _is_plain(value: Any) -> bool:
 # --- pickles -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Reference:
-    """Stands for the node in a row."""
+    """Reference to the node in a row."""
 
     row: int
 
 
 def rows_of(graph: fx.Graph) -> list[tuple[Any, ...]]:
-    """A graph as data that can be pickled: nodes refer to each other, too deep for a long graph.
+    """Convert a graph to picklable rows; linked nodes of a long graph would recurse too deeply.
 
     >>> graph = fx.Graph()
     >>> graph.output(graph.call_function(torch.relu, (graph.placeholder("x"),))).name
@@ -236,7 +234,7 @@ def rows_of(graph: fx.Graph) -> list[tuple[Any, ...]]:
 
 
 def graph_of(rows: list[tuple[Any, ...]]) -> fx.Graph:
-    """The graph of such rows."""
+    """Rebuild a graph from its rows."""
     graph = spare_self(fx.Graph())
     nodes: list[fx.Node] = []
 
@@ -253,7 +251,7 @@ def graph_of(rows: list[tuple[Any, ...]]) -> fx.Graph:
 
 @dataclass(frozen=True)
 class _Name:
-    """Stands for a function of torch, some of which cannot be pickled."""
+    """Name of a torch function, as some of these cannot be pickled."""
 
     name: str
 

@@ -1,9 +1,9 @@
-"""Effects of one call: its writes, the tensors its result may view, its random draws.
+"""Effects of one call: its writes, the tensors its result may view, and its random draws.
 
-Torch has the effects of its operators in schemas and tags. This table has the calls without them:
-Operators of Python, other functions, and modules. A module whose code cannot be seen
-writes to its inputs only if its ``inplace`` is true: to suspect all would refuse every chain in a
-residual block, whose input is read again behind it.
+Torch declares the effects of its operators in schemas and tags. This table has the calls without
+them: Python operators, other functions, and modules. An opaque module writes to its inputs only if
+its ``inplace`` is true. Suspecting all modules would refuse every chain in a residual block, whose
+input is read again afterwards.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WRITING = {  # functions of the module operator, and methods such as __iadd__
     *("iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow"),
     *("irshift", "isub", "itruediv", "ixor", "setitem"),
 }
-# Their running statistics are written to, which their schemas do not say.
+# Their schemas omit the writes to running statistics.
 _STATISTICS = ("batch_norm", "instance_norm")
 _VIEWING = {
     *("H", "T", "__getitem__", "atleast_1d", "atleast_2d", "atleast_3d", "bfloat16", "bool"),
@@ -46,7 +46,7 @@ _DRAWING = {
 
 
 class _Facts(NamedTuple):
-    """Effects by schemas and tags; operands by position (None: only by name) and name."""
+    """Effects by schemas and tags; operands by position (None: keyword only) and name."""
 
     written: list[tuple[int | None, str]]
     viewed: list[tuple[int | None, str]]
@@ -54,10 +54,10 @@ class _Facts(NamedTuple):
 
 
 def written_operands(node: fx.Node, modules: ModuleLookup) -> list[fx.Node]:
-    """List the operands that a call changes in place, each once.
+    """Return the operands that a call changes in place, each once.
 
-    Of a function that torch does not know the convention is believed: its name ends with ``_``,
-    or it takes ``inplace`` or ``out``.
+    Functions outside torch are assumed to follow the convention: a name that ends with ``_``, or an
+    argument ``inplace`` or ``out``.
 
     >>> gm = fx.symbolic_trace(lambda x, y: x.add_(y))
     >>> [written_operands(n, gm.get_submodule) for n in gm.graph.find_nodes(op="call_method")]
@@ -70,7 +70,7 @@ def written_operands(node: fx.Node, modules: ModuleLookup) -> list[fx.Node]:
 
 
 def viewed_operands(node: fx.Node, modules: ModuleLookup) -> list[fx.Node]:
-    """List the operands that a value may share memory with; those written to be among them."""
+    """Return the operands that a value may share memory with, including written ones."""
     viewed: Iterable[Any] = ()
     if node.op == "call_module":
         viewed = node.args[:1] if _passes_on(modules(str(node.target))) else ()
@@ -85,7 +85,7 @@ def changes_sizes(node: fx.Node) -> bool:
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
-    """Return whether a function, unless it is switched off, draws random numbers or seeds them."""
+    """Return whether a function draws or seeds random values; disabled dropout does not."""
     name = called_name(node)
     if name == "scaled_dot_product_attention":
         return bool(_argument(node, 4, "dropout_p", 0.0) != 0)
@@ -101,7 +101,7 @@ def _written(node: fx.Node) -> Iterator[Any]:
     ends_so = name.endswith("_") and not name.startswith("_")
     if ends_so or name.strip("_") in _WRITING or node.kwargs.get("inplace") is True:
         yield _operand(node, 0, "input")
-    if name in _STATISTICS:  # by position they stand in several orders
+    if name in _STATISTICS:  # their positional order differs
         yield from (*node.args[1:5], *(node.kwargs.get(f"running_{k}") for k in ("mean", "var")))
     if node.kwargs.get("max_norm") is not None:
         yield from (*node.args[1:], *node.kwargs.values())
@@ -111,14 +111,14 @@ def _written(node: fx.Node) -> Iterator[Any]:
 
 def _viewed(node: fx.Node) -> Iterator[Any]:
     name = called_name(node)
-    if name in _VIEWING or "dropout" in name:  # which returns its input in eval mode
+    if name in _VIEWING or "dropout" in name:  # dropout returns its input in eval mode
         yield from (*node.args, *node.kwargs.values())
     for index, argument in _facts(node).viewed:
         yield _operand(node, index, argument)
 
 
 def _writes_input(module: nn.Module) -> bool:
-    """Return whether a module says that it changes its input."""
+    """Return whether a module declares that it changes its input."""
     module = innermost(module)
     if getattr(module, "inplace", False) is True:
         return True
@@ -154,12 +154,13 @@ def _facts(node: fx.Node) -> _Facts:
 
 @lru_cache(maxsize=4096)
 def _facts_of(named: str | OpOverload | OpOverloadPacket) -> _Facts:
-    """Unite what torch says of all overloads: a graph often does not tell which one it calls."""
+    """Merge the declared effects of all overloads, as a graph often omits which one it calls."""
     found: Any = named
     if isinstance(named, str):
         found = getattr(torch.ops.aten, named, None) if named.isidentifier() else None
     overloads = [found] if isinstance(found, OpOverload) else []
-    if isinstance(found, OpOverloadPacket):  # names such as "__lt__" find what every object has
+    # names such as "__lt__" find attributes of every object
+    if isinstance(found, OpOverloadPacket):
         overloads = [getattr(found, name) for name in found.overloads()]
     written, viewed = dict[tuple[int | None, str], None](), dict[tuple[int | None, str], None]()
     for schema in (overload._schema for overload in overloads):
@@ -174,7 +175,7 @@ def _facts_of(named: str | OpOverload | OpOverloadPacket) -> _Facts:
 
 
 def _operand(node: fx.Node, index: int | None, name: str) -> Any:
-    """Look an argument up; what a schema calls ``self`` may go by ``input``."""
+    """Look up an argument; a schema's ``self`` may be passed as ``input``."""
     other = {"self": "input", "input": "self"}.get(name, name)
     return _argument(node, index, name, node.kwargs.get(other))
 

@@ -1,4 +1,4 @@
-"""Refusals of code that a graph cannot hold: the module, the line, the reason, the remedy."""
+"""Refusals of code that a graph cannot hold: the module, the line, the reason, the fix."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _RANDOM_REASON = (
     "the forward seeds a random generator, reads its state, or draws from one outside of a tensor "
     "operation, which a graph cannot hold; draw with torch on a tensor, or make the module a leaf"
 )
-#: What dynamo calls a question about the values of a tensor.
+#: Dynamo's messages for code that depends on the values of a tensor.
 _DATA_SIGNS = (
     "Data-dependent",
     "data-dependent",
@@ -59,13 +59,13 @@ _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2
 
 
 def module_path(source: str) -> str:
-    """``L['module']._modules['layers']._modules['0'].fc`` as ``layers.0.fc``."""
+    """Convert ``L['module']._modules['layers']._modules['0'].fc`` to ``layers.0.fc``."""
     inner = source.removeprefix("L['module']")
     return re.sub(r"\._modules\['([^']+)'\]", r".\1", inner).lstrip(".")
 
 
 def checked(target: Any) -> Any:
-    """The target of a call as the graph makes it, unless a graph cannot hold it."""
+    """Return the target for the graph, or raise if a graph cannot hold it."""
     origin = getattr(target, "_origin", None)
     if getattr(origin, "__name__", "") == "produce_trampoline_autograd_apply":
         function = target.__closure__[0].cell_contents
@@ -81,7 +81,7 @@ def checked(target: Any) -> Any:
             raise TraceError(_CHECKPOINT_REFUSED)
         raise TraceError(f"the forward uses {name}, which a graph cannot hold; make it a leaf")
     if "_vmap_" in name or home.startswith("torch._functorch"):
-        # An error between the two calls of a level would leave it open for the whole process.
+        # An error between a level's two calls would leave it open for the rest of the process.
         raise TraceError(f"the forward uses torch.func ({name}), which is a leaf's; {_REMEDY}")
     if home.startswith("torch.distributed") or "c10d" in str(target):
         raise TraceError(_COLLECTIVE_REFUSED.format(name))
@@ -96,9 +96,10 @@ def _is_numpys(target: Any) -> bool:
 
 
 def refuse_effects(effects: Iterable[Effect]) -> None:
-    """Refuse a forward that changes objects that existed before; the message names the first."""
+    """Refuse a forward that changes existing objects; the message names the first."""
     for source, names in effects:
-        # Transformers' collector, which is ours here; and its heads note the kind of their labels.
+        # Exceptions: the replaced collector of Transformers, and heads that record their problem
+        # type.
         noted = source.endswith(".config") and set(names) <= {"problem_type"}
         if noted or source.endswith(("_active_collector", ".COLLECTOR")):
             continue
@@ -113,7 +114,7 @@ def refuse_effects(effects: Iterable[Effect]) -> None:
 
 
 def explain(error: Exception, root: nn.Module) -> TraceError:
-    """The reason for a failed capture, after the module and the line where it arose."""
+    """Return the reason for a failed capture, with the module and the line."""
     frames = list(_user_frames(error))
     where = _module_of(frames, root)
     place = f"{where} in {type(root).__name__}" if where else type(root).__name__
@@ -161,7 +162,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _dynamos_words(text: str) -> str:
-    """Dynamo's name for a problem and its explanation, without its advice for torch.compile."""
+    """Return dynamo's name and explanation of a problem, without its advice for torch.compile."""
     lines = [line.strip() for line in text.splitlines()]
     name = next((line for line in lines if line), "dynamo gave up")
     told = next((ln for ln in lines if ln.startswith("Explanation:")), "")
@@ -169,7 +170,7 @@ def _dynamos_words(text: str) -> str:
 
 
 def _user_frames(error: Exception) -> Iterator[traceback.FrameSummary]:
-    """Frames that belong neither to torch nor to this library, innermost first."""
+    """Yield frames outside torch and this library, innermost first."""
     for each in _causes(error):
         real: Iterable[traceback.FrameSummary] = getattr(each, "real_stack", None) or ()
         for stack in (real, traceback.extract_tb(each.__traceback__)):
@@ -179,7 +180,7 @@ def _user_frames(error: Exception) -> Iterator[traceback.FrameSummary]:
 
 
 def _module_of(frames: list[traceback.FrameSummary], root: nn.Module) -> str:
-    """The path of the innermost module whose forward a frame is in."""
+    """Return the path of the innermost module whose forward contains a frame."""
     forwards = [(path, _lines_of(module)) for path, module in root.named_modules() if path]
     for frame in frames:
         for path, (filename, first, last) in forwards:

@@ -1,4 +1,4 @@
-"""The state of the process for the time of a capture; all of it is put back."""
+"""Process state during a capture, restored afterwards."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from slapo.graph.trace.torch_private import (
 
 _CALL = nn.Module._wrapped_call_impl
 
-#: A change of something that existed before the forward ran: its source, and the attributes.
+#: A change of an existing object by the forward: its source, and the attributes.
 Effect = tuple[str, tuple[str, ...]]
-#: Source of the effect of a draw by Python's generator.
+#: Source of the effect of a draw from Python's generator.
 RANDOM = "random"
 
 
 @contextmanager
 def surroundings(root: nn.Module, any_batch: bool) -> Iterator[list[Effect]]:
-    """Dynamo as a capture of `root` needs it, in this thread and for the time of the block.
+    """Configure dynamo in this thread for a capture of `root` within the block.
 
-    With `any_batch` sizes 0 and 1 are sizes like others, so that a graph serves a batch of one too.
-    Yields the changes that the forward makes to objects, filled in while it is captured.
+    With `any_batch` sizes 0 and 1 stay symbolic, so that a graph is valid for a batch of one too.
+    Yields the changes that the forward makes to objects, filled in during the capture.
     """
     settings: dict[str, Any] = {
         "replay_side_effects": False,
@@ -60,22 +60,23 @@ def surroundings(root: nn.Module, any_batch: bool) -> Iterator[list[Effect]]:
         "ignore_logging_functions": _logging_functions(),
         "allow_rnn": True,
         "skip_nnmodule_hook_guards": False,  # hooks of entered modules are part of the graph
-        # With symbols for sizes, making an entry takes as long as running the operation.
+        # With symbolic sizes, making a cache entry takes as long as running the operation.
         "fake_tensor_cache_enabled": False,
     }
     effects: list[Effect] = []
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # of torch, about itself
+        warnings.simplefilter("ignore")  # torch's warnings about itself
         enter(generators_kept())
         enter(modes_off())
         enter(_function_modes_off())
         enter(_plain_calls())
-        if gc.isenabled():  # dynamo frees few objects: collecting them took a third of the time
+        # dynamo frees few objects, and garbage collection took a third of the time
+        if gc.isenabled():
             gc.disable()
             stack.callback(gc.enable)
-        # The cache would hand real tensors to a run on fake ones.
+        # The cache would pass real tensors to a run on fake ones.
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
         enter(one_device(root))
@@ -84,17 +85,17 @@ def surroundings(root: nn.Module, any_batch: bool) -> Iterator[list[Effect]]:
         enter(shape_config.patch(backed_size_oblivious=any_batch))  # type: ignore[attr-defined]
         enter(mock.patch.object(output_graph, "ShapeEnv", _shape_env(any_batch)))
         enter(_effects_noted(effects))
-        # Dynamo marks each parameter of a module as staying where it is, for graphs of CUDA.
+        # Dynamo marks the addresses of parameters as static, for CUDA graphs.
         addresses = ("og_module_named_parameters_fn_ptr", "og_module_named_buffers_fn_ptr")
         for home, name in itertools.product((builder, output_graph), addresses):
             enter(mock.patch.object(home, name, None, create=True))
-        # Which kernel a convolution would take for some sizes is not a condition on them.
+        # The kernel that a convolution would choose for some sizes is not a condition on them.
         for name in ("_select_conv_backend", "_conv_determine_backend_memory_format"):
             ask = partial(_unconditionally, getattr(torch._C, name))
             enter(mock.patch.object(torch._C, name, ask))
         enter(_functions_kept())
         enter(told_once())
-        # Dynamo would log its settings, of which it takes a copy, and may start CUDA for that.
+        # Dynamo would log a copy of its settings, which may start CUDA.
         metrics = dynamo_utils.get_metrics_context()
         enter(mock.patch.object(metrics, "_on_exit", _nothing))
         enter(metrics)
@@ -122,7 +123,7 @@ def _logging_functions() -> set[Any]:
 
 @contextmanager
 def _function_modes_off() -> Iterator[None]:
-    """Modes that watch calls of functions see the calls of a graph, and not its capture."""
+    """Disable function modes except devices: they apply to the graph's runs, not its capture."""
     popped = []
     while overrides._len_torch_function_stack():
         popped.append(overrides._pop_mode())
@@ -140,8 +141,8 @@ def _function_modes_off() -> Iterator[None]:
 
 @contextmanager
 def _plain_calls() -> Iterator[None]:
-    """Tracers and checks put a function of their own in front of the calls of all modules."""
-    if nn.Module.__call__ is _CALL:  # setting it makes Python visit every class of modules
+    """Remove functions that tracers and checks put in front of all module calls."""
+    if nn.Module.__call__ is _CALL:  # assigning it makes Python visit every module class
         yield
         return
     with mock.patch.object(nn.Module, "__call__", _CALL):
@@ -175,9 +176,9 @@ def _unconditionally(ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _functions_kept() -> Iterator[None]:
-    """Every ``autograd.Function`` is one node, so that its own backward is kept.
+    """Keep every ``autograd.Function`` as one node, so that its own backward is used.
 
-    A function that torch.fx has registered for its side effect is one node too.
+    Functions that torch.fx has registered for side effects are one node too.
     """
     known = trace_rules._allowed_callable_ids
     impure = [f for f in side_effects if isfunction(f) and not f.__module__.startswith("torch.")]
@@ -200,7 +201,7 @@ def _subclasses(cls: Any) -> Iterator[Any]:
 
 @contextmanager
 def told_once() -> Iterator[None]:
-    """Within the block torch does not log the errors of fake kernels, which it raises too."""
+    """Silence logged errors of fake kernels within the block, as torch raises them too."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
 
     def keep(entry: logging.LogRecord) -> bool:
@@ -215,17 +216,17 @@ def told_once() -> Iterator[None]:
 
 @contextmanager
 def one_device(root: nn.Module) -> Iterator[None]:
-    """Where some of the model is on meta, all of it is for the time of the block.
+    """Move the full model to meta within the block if part of it is there.
 
-    Models made under ``init_empty_weights`` have buffers with values on the CPU, which no
-    operation could combine with the parameters.
+    Models made by ``init_empty_weights`` have real CPU buffers, which no operation could combine
+    with meta parameters.
     """
     if not any(tensor.is_meta for tensor in (*root.parameters(), *root.buffers())):
         yield
         return
     made: dict[int, Tensor] = {}
     replaced = [slot for slot in tensor_slots(root) if not slot[2].is_meta]
-    # What torch.tensor(..., device="meta") makes is not a fake tensor, even among fake ones.
+    # torch.tensor(..., device="meta") is not a fake tensor, even in fake mode.
     name = "allow_non_fake_inputs_override"
     try:
         for table, key, tensor in replaced:

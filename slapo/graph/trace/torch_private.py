@@ -1,7 +1,7 @@
-"""The private names of torch that this room uses, in one place.
+"""Private names of torch that this package uses, in one place.
 
-Tested on torch 2.11, 2.13 and 2.14. Each has no public counterpart: a capture of one frame with
-its guards (``torch.export`` keeps no guards, and ``torch.compile`` gives no graph to rewrite).
+Tested on torch 2.11, 2.13 and 2.14. None has a public counterpart: ``torch.export`` keeps no
+guards, and ``torch.compile`` returns no graph to rewrite.
 """
 
 from torch import overrides
@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes as modes_off
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-#: Raised on fake tensors where the sizes of a result follow from values.
+#: Raised on fake tensors if the sizes of a result depend on values.
 BY_VALUE = (
     DataDependentOutputException,
     DynamicOutputShapeException,

@@ -1,4 +1,4 @@
-"""Trace a module and, if wanted, the modules that it calls; nothing is changed here."""
+"""Traces of a module and, optionally, of the modules that it calls, without changing them."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 @dataclass
 class TraceResult:
-    """Traces by path from the traced module, and why other modules stay opaque, also by path."""
+    """Traces by path from the traced module, and the reasons why other modules stay opaque."""
 
     traces: dict[str, Trace] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
 
 
-#: Traces a child at a path, from the calls of it in the graph above.
+#: Traces a child at a path, given its calls in the graph above.
 _TraceChild = Callable[[nn.Module, str, list[fx.Node]], Trace]
 
 
@@ -59,7 +59,7 @@ def trace_by_preview(
     concrete_args: Mapping[str, Any],
     shared: Shared,
 ) -> TraceResult:
-    """Trace with proxies; with `recursive` also what it calls, where that can be traced."""
+    """Trace with proxies; with `recursive` also the called modules that can be traced."""
 
     def trace(part: nn.Module, path: str, calls: list[fx.Node]) -> Trace:
         constants = _constants_of(part, calls) if calls else concrete_args
@@ -74,7 +74,7 @@ def trace_by_preview(
 def trace_by_capture(
     module: nn.Module, inputs: Inputs, recursive: bool, depth: Depth, shared: Shared
 ) -> TraceResult:
-    """Capture the module, and with `recursive` the modules it calls, on the inputs it gave them."""
+    """Capture the module, and with `recursive` the modules it calls, on the inputs they get."""
     found: dict[str, Inputs] = {"": inputs}
 
     def trace(part: nn.Module, path: str, calls: list[fx.Node]) -> Trace:
@@ -127,7 +127,7 @@ def _calls_by_target(graph: fx.Graph) -> dict[str, list[fx.Node]]:
 
 
 def _constants_of(module: nn.Module, calls: list[fx.Node]) -> dict[str, Any]:
-    """Arguments that the first call gives as constants."""
+    """Return the arguments that the first call passes as constants."""
     signature = inspect.signature(module.forward)
     try:
         bound = signature.bind(*calls[0].args, **calls[0].kwargs)
@@ -141,12 +141,11 @@ def _constants_of(module: nn.Module, calls: list[fx.Node]) -> dict[str, Any]:
 def preview(
     module: nn.Module, is_leaf: IsLeaf, concrete_args: Mapping[str, Any] | None = None
 ) -> tuple[fx.Graph, frozenset[str]]:
-    """Trace a module with proxies; returns the graph, and the paths whose operations it holds.
+    """Trace a module with torch.fx proxies; return the graph and the paths of entered modules.
 
-    It is torch.fx's own trace, to look at if a module has no example inputs. It never
-    runs: a module with rewrites runs captures. So a proxy that answers wrongly can mislead a
-    search, and no number. Parameters with a default other than None, and those in `concrete_args`,
-    are constants of it.
+    It is for inspection without example inputs. It never runs, as rewritten modules run captures.
+    So a wrong proxy can mislead a search but not change a result. Parameters with a default other
+    than None, and those in `concrete_args`, are constants.
 
     >>> graph, _ = preview(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), lambda module, path: True)
     >>> [node.target for node in graph.nodes]
@@ -164,7 +163,7 @@ def preview(
             raise
         except fx.proxy.TraceError as error:
             raise TraceError("a branch or loop depends on a tensor or its size") from error
-        except Exception as error:  # of any code that proxies run
+        except Exception as error:  # from any code that proxies run
             first = next(iter(str(error).strip().splitlines()), "")
             raise TraceError(f"{type(error).__name__}: {first}") from error
     for node in graph.nodes:
@@ -175,7 +174,7 @@ def preview(
 
 
 def constants_of(module: nn.Module, concrete_args: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that a preview has as constants, and their values."""
+    """Return the parameters that a preview treats as constants, with their values."""
     parameters = inspect.signature(module.forward).parameters
     defaults = {name: p.default for name, p in parameters.items() if p.kind not in _VARIADIC}
     fixed = {k: v for k, v in defaults.items() if v is not None and v is not inspect._empty}
@@ -191,20 +190,19 @@ class _Tracer(fx.Tracer):
         self._below: set[nn.Module] = set()
 
     def is_leaf_module(self, module: nn.Module, path: str) -> bool:
-        """Return whether a call of `module` is one node."""
         if self._is_leaf(module, path):
             return True
         self.entered.add(path)
         return False
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Modules that the forward itself makes are not children, and are run."""
+        """Run modules that the forward itself makes, as they are not children."""
         if m not in self._below:
             return forward(*args, **kwargs)
         return super().call_module(m, forward, args, kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        """A node for a parameter or buffer; fx would look for its name in all of the model."""
+        """Return a node for a parameter or buffer; fx would search the full model for its name."""
         name = self._names.get(id(attr_val)) if isinstance(attr_val, Tensor) else None
         if name is None:
             return attr_val
@@ -215,7 +213,7 @@ class _Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
-        """Placeholders under the names and defaults of the forward's parameters."""
+        """Return placeholders with the names and defaults of the forward's parameters."""
         spare_self(self.graph)
         self._below = set(self.root.modules())
         held = [*self.root.named_parameters(), *self.root.named_buffers()]
@@ -234,10 +232,9 @@ class _Tracer(fx.Tracer):
 
 
 def named_constants(module: nn.Module, concrete_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Constants for parameters of a forward, as scripts write them.
+    """Return the constants for parameters of a forward, as scripts write them.
 
-    Entries for ``*args`` and ``**kwargs``, and those without a value, as an inspection of the
-    signature gives them, are dropped.
+    Entries for ``*args`` and ``**kwargs``, and empty defaults read from a signature, are dropped.
 
     >>> import inspect
     >>> class Loose(nn.Module):
@@ -266,14 +263,14 @@ def named_constants(module: nn.Module, concrete_args: Mapping[str, Any] | None) 
 # --- containers ----------------------------------------------------------------------------------
 @dataclass
 class Joined:
-    """One graph of a root and of the containers below it; targets are paths from the root."""
+    """One graph of a root and the containers below it; targets are paths from the root."""
 
     graph: fx.Graph
-    #: conditions on the sizes of its inputs; None for a preview
+    #: conditions on input sizes; None for a preview
     sizes: list[str] | None = None
-    #: arguments that a preview has as constants
+    #: arguments that a preview treats as constants
     fixed: dict[str, Any] = field(default_factory=dict)
-    #: the capture that it is from; None for a preview
+    #: the capture that it comes from; None for a preview
     capture: Any = None
     #: containers, inputs and modes that it was made for
     key: Any = None
@@ -285,9 +282,9 @@ def join(
     inputs: Inputs | None,
     concrete_args: Mapping[str, Any] | None = None,
 ) -> Joined:
-    """The graph of `root` with the containers entered, for the mode that it is in.
+    """Return the graph of `root` with the containers entered, for its current mode.
 
-    With `inputs` it is captured, for a batch of any size; without, it is traced with proxies.
+    With `inputs` it is captured for any batch size, else traced with proxies.
 
     >>> from torch import nn
     >>> net = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2))
@@ -307,14 +304,14 @@ def join(
         if inputs is None:
             fixed = constants_of(root, concrete_args or {})
             return Joined(preview(root, is_leaf, fixed)[0], fixed=fixed)
-        from slapo.graph.trace.capture import capture  # brings torch._dynamo: a second
+        from slapo.graph.trace.capture import capture  # imports torch._dynamo, which takes a second
 
         found = capture(root, *inputs, is_leaf, any_batch=True)
     return Joined(found.graph, found.sizes, capture=found, key=key)
 
 
 def serves_mode(root: nn.Module, joined: Joined) -> bool:
-    """Return whether a joined graph serves the mode too that `root` is in now."""
+    """Return whether a joined graph is also valid for the current mode of `root`."""
     with as_before(root), caches_off(root):
         return joined.capture is not None and joined.capture.holds_in_mode(root)
 
@@ -326,7 +323,7 @@ def trace_containers(
     concrete_args: Mapping[str, Any],
     shared: Shared,
 ) -> TraceResult:
-    """Trace the containers as one graph; their own are made when somebody looks at them."""
+    """Trace the containers as one graph; their own graphs are made on first use."""
     joined = join(root, containers, inputs, concrete_args)
     called = [str(node.target) for node in joined.graph.find_nodes(op="call_module")]
     result = TraceResult()
@@ -372,7 +369,7 @@ def _own_graph(
 
 
 def containers_down_to(paths: Collection[str], exists: Callable[[str], bool]) -> list[str]:
-    """Every path on the way from the root to `paths`, the root and `paths` included, top first."""
+    """Return every path from the root to `paths`, both included, top first."""
     found: dict[str, None] = {"": None}
     for path in paths:
         names = path.split(".") if path else []

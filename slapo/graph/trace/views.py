@@ -1,4 +1,4 @@
-"""Graphs while they are rewritten, and the children that rewrites add and take out."""
+"""Graphs during a rewrite, and the children that rewrites add and remove."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slapo.wrapper import innermost
 
 @dataclass
 class View:
-    """One graph of a traced module, as matching and rewriting take it."""
+    """One graph of a traced module, for matching and rewriting."""
 
     module: nn.Module
     graph: fx.Graph
@@ -27,11 +27,11 @@ class View:
 
     @property
     def training(self) -> bool:
-        """The mode of the module."""
+        """Training mode of the module."""
         return self.module.training
 
     def get_submodule(self, path: str) -> nn.Module:
-        """The module that a node calls, also where a rewrite has taken it out."""
+        """Return the module that a node calls, even if a rewrite has removed it."""
         trace = vars(self.module).get("_trace")
         if trace is not None and path in trace.parked:
             return trace.parked[path].module
@@ -40,9 +40,9 @@ class View:
         return self.module.get_submodule(path)
 
     def add(self, stem: str, child: nn.Module) -> str | HeldModule:
-        """Register `child` as ``<stem>_<k>``, with the first free k; returns the target of calls.
+        """Register `child` as ``<stem>_<k>``, with the first free k; return the target of calls.
 
-        For a graph that is not shown the child stays out of sight: names and state do not change.
+        For a hidden graph the child is not registered, so names and state do not change.
         """
         if not self.is_shown:
             return HeldModule(child)
@@ -56,27 +56,26 @@ class View:
 
 
 class Rewrite(Protocol):
-    """A change of graphs that can be made again."""
+    """A repeatable change of graphs."""
 
     def apply(self, view: View) -> None:
-        """Change the graph; one that has no place for it is a TraceError, and stays as it was."""
+        """Change the graph; if that is impossible, leave it unchanged and raise TraceError."""
 
 
 class Stub(NamedTuple):
-    """A child that the shown graph calls no more; captures to come see its shapes."""
+    """A child that the shown graph no longer calls; later captures see its shapes."""
 
     module: nn.Module
-    #: its place among the children, which some forwards loop over
+    #: its position among the children, which some forwards loop over
     place: int
 
 
 def park_unused(module: fx.GraphModule, targets: Iterable[str]) -> list[str]:
-    """Take children that the shown graph neither calls nor reads out of the module.
+    """Remove children that the shown graph neither calls nor reads; return their paths.
 
-    Captures to come see stubs of them, with their shapes and without their memory. Returns the
-    paths that were taken out.
+    Later captures see stubs with the shapes but without the memory.
     """
-    if "_trace" not in vars(module):  # a graph module of the user's
+    if "_trace" not in vars(module):  # a user's graph module
         used = targets_of(module.graph)
         unused = [target for target in dict.fromkeys(targets) if not is_used(used, target)]
         return [target for target in unused if module.delete_submodule(target)]
@@ -97,20 +96,20 @@ def park_unused(module: fx.GraphModule, targets: Iterable[str]) -> list[str]:
             trace.parked[target] = Stub(_without_tensors(child), list(owner._modules).index(name))
         del owner._modules[name]
         removed.append(target)
-    if removed:  # guards of captures may ask these
+    if removed:  # guards of captures may check these
         trace.forget()
     return removed
 
 
 def targets_of(graph: fx.Graph) -> list[str]:
-    """The paths of what a graph calls and reads, sorted, for :func:`is_used`."""
+    """Return the sorted paths that a graph calls and reads, for :func:`is_used`."""
     kinds = ("call_module", "get_attr")
     nodes = [node for op in kinds for node in graph.find_nodes(op=op, sort=False)]
     return sorted({str(node.target) for node in nodes})
 
 
 def is_used(targets: Sequence[str], path: str) -> bool:
-    """Return whether a module, one around it or something in it is among sorted targets."""
+    """Return whether a module, an enclosing one or one inside it is among sorted targets."""
     names, inside = path.split("."), f"{path}."
     around = (".".join(names[:length]) for length in range(1, len(names) + 1))
     place = bisect_left(targets, inside)
@@ -127,7 +126,7 @@ def _without_tensors(module: nn.Module) -> nn.Module:
     new: nn.Module = object.__new__(type(module) if trace is None else trace.origin)
     state = {k: v.copy() if isinstance(v, dict) else v for k, v in vars(module).items()}
     state.pop("_trace", None)
-    for name in (name for name in state if name.endswith("_hooks")):  # they see real calls only
+    for name in (name for name in state if name.endswith("_hooks")):  # hooks see real calls only
         state[name] = type(state[name])()
     state["traceable"] = False  # it was a call, and stays one
     new.__dict__.update(state)
@@ -139,7 +138,7 @@ def _without_tensors(module: nn.Module) -> nn.Module:
 
 
 def _blank(like: Tensor, dtype: torch.dtype, device: torch.device) -> Any:
-    """Zeros of the shape of a tensor; a parameter, which no forward writes to, takes no memory."""
+    """Return zeros of a tensor's shape; a parameter takes no memory, as no forward writes to it."""
     if not isinstance(like, nn.Parameter):
         return torch.zeros(like.shape, dtype=dtype, device=device)
     zero = torch.zeros((), dtype=dtype, device=device)
@@ -148,7 +147,7 @@ def _blank(like: Tensor, dtype: torch.dtype, device: torch.device) -> Any:
 
 @contextmanager
 def as_before(module: nn.Module, device: torch.device | None = None) -> Iterator[None]:
-    """Within the block the modules have their classes, and the children from before rewrites.
+    """Restore the classes and children from before rewrites within the block.
 
     Stubs of children are on `device`, by default that of the module's first parameter.
     """
@@ -183,7 +182,7 @@ def as_before(module: nn.Module, device: torch.device | None = None) -> Iterator
 
 
 def _renew(stub: nn.Module, owner: nn.Module, device: torch.device | None) -> None:
-    """Give a stub the mode of its owner, and its tensors the device and the dtype of now."""
+    """Update a stub to its owner's mode, and its tensors to the current device and dtype."""
     stub.train(owner.training)
     held = [*owner.parameters(), *owner.buffers()]
     device = held[0].device if device is None and held else device
