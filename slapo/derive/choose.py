@@ -1,4 +1,4 @@
-"""Which axes are sharded: as many bytes as possible, no two that exclude each other."""
+"""Choice of the axes to shard: as many bytes as possible, without conflicts."""
 
 from __future__ import annotations
 
@@ -19,22 +19,12 @@ from slapo.derive.trace import Trace
 
 
 def choose(found: Trace, bytes_of: dict[int, int], ranks: int, banned: set[str]) -> Chosen:
-    """The axes to shard.
+    """Choose the axes to shard.
 
-    Two axes exclude each other that are two dimensions of one parameter, or factors of one
-    dimension, such as heads and the features of a head. Blocks of a concatenation are sharded all
-    or none.
-
-    Parameters
-    ----------
-    found
-        The forward pass.
-    bytes_of
-        Number of the value of a parameter -> its bytes; axes of other ones are not sharded.
-    ranks
-        Number of slices.
-    banned
-        Names of axes that stay whole.
+    Conflicting axes are two dimensions of one parameter, or factors of one dimension such as heads
+    and head features. The blocks of a concatenation are sharded all or none. `bytes_of` maps values
+    of parameters to bytes; other axes are not sharded. `banned` has names of axes that stay
+    replicated.
     """
     return _Choice(found, bytes_of, ranks, banned).choose()
 
@@ -45,15 +35,15 @@ class _Choice:
     ) -> None:
         self.ranks, self.banned = ranks, banned
         self.weights: defaultdict[Axis, int] = defaultdict(int)
-        #: for each parameter, the axes of each of its dimensions
+        #: for each parameter, the axes of each dimension
         self.of_parameters: list[list[Chosen]] = []
         for number in dict.fromkeys(found.parameters.values()):
             dims = [dict.fromkeys(axes_in(term)) for term in found.values[number].dims]
             self.of_parameters.append(dims)
             for axis in itertools.chain(*dims):
-                if number in bytes_of:
-                    self.weights[axis] += bytes_of[number]
-        #: dimensions of several axes, and concatenations, of all tensors
+                if size := bytes_of.get(number):
+                    self.weights[axis] += size
+        #: dimensions with several axes, and concatenations, of all tensors
         self.products: list[list[Axis]] = []
         self.concatenations: Chosen = {}
         known = set()
@@ -67,7 +57,7 @@ class _Choice:
                     if len(own) > 1:
                         self.products.append(own)
         self.excluded = self._excluded()
-        #: axis -> the parameters, the products and the concatenations that it is in
+        #: axis -> the parameters, products and concatenations that contain it
         self.parameters_of: defaultdict[Axis, list[list[Chosen]]] = defaultdict(list)
         self.products_of: defaultdict[Axis, list[list[Axis]]] = defaultdict(list)
         self.concatenations_of: defaultdict[Axis, list[Axis]] = defaultdict(list)
@@ -82,7 +72,7 @@ class _Choice:
                 self.concatenations_of[axis].append(concatenation)
 
     def choose(self) -> Chosen:
-        """The heaviest axes first, weighed against all that they exclude."""
+        """Choose the heaviest axes first, relative to the axes that they exclude."""
         places = self._places()
 
         def worth(axis: Axis) -> tuple[float, int, float]:
@@ -102,7 +92,7 @@ class _Choice:
         return not (axis.whole or axis.size % self.ranks or axis.name in self.banned)
 
     def _excluded(self) -> defaultdict[Axis, Chosen]:
-        """Axes of which one alone can be sharded."""
+        """Return, for each axis, the axes that cannot be sharded together with it."""
         found: defaultdict[Axis, Chosen] = defaultdict(dict)
         rows: Iterable[list[Chosen]] = [
             *self.of_parameters,
@@ -115,7 +105,7 @@ class _Choice:
         return found
 
     def _places(self) -> dict[Axis, float]:
-        """How far inside of its dimensions an axis is: heads are before what is in a head."""
+        """Return how far inside its dimensions an axis is: heads come before head features."""
         found: defaultdict[Axis, list[int]] = defaultdict(list)
         for own in self.products:
             for place, axis in enumerate(own):
@@ -123,9 +113,9 @@ class _Choice:
         return {axis: sum(all_of) / len(all_of) for axis, all_of in found.items()}
 
     def _with_other_blocks(self, axis: Axis) -> Chosen | None:
-        """An axis with one of each block that is concatenated with its own; None if one has none.
+        """Add one axis from each block concatenated with the axis's own; None if a block has none.
 
-        What is added is looked at in turn, which finds blocks of blocks.
+        Added axes are handled in the same way, which covers nested blocks.
         """
         need: Chosen = {axis: None}
         todo = [axis]
@@ -144,7 +134,7 @@ class _Choice:
         return next(filter(self._may, axes_in(block)), None)
 
     def _fit(self, chosen: Chosen, more: Chosen) -> bool:
-        """Return whether each parameter, and each dimension, of `more` is cut at one place."""
+        """Return whether each parameter and dimension of `more` is sharded in one place only."""
         if not all(map(self._may, more)):
             return False
         return not any(

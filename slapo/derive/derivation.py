@@ -1,4 +1,4 @@
-"""A tensor-parallel split of any model, derived from one forward pass."""
+"""Tensor-parallel split of any model, derived from one forward pass."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from slapo.derive.trace import Trace, trace
 from slapo.example_inputs import text_config
 from slapo.history import numberless
 
-#: So many choices are tried, each without the axes that made the one before impossible.
+#: Maximum number of choices, each without the axes that made the previous one impossible.
 _TRIES = 24
 
 
 @dataclass
 class Derivation:
-    """The axes that are sharded, the collectives for them, and the numbers that are divided."""
+    """The sharded axes, the collectives for them, and the attributes to divide."""
 
     found: Trace
     ranks: int
     chosen: Chosen
     collectives: Collectives
-    #: attributes of modules that each rank divides
+    #: attributes of modules that are divided by the number of ranks
     divided: list[Key]
-    #: modules that gather their input and cut their output: path -> along which axis
+    #: modules that gather their input and scatter their output: path -> axis
     gathering: dict[str, int]
-    #: paths of embeddings whose rows are sharded, and of the layers that make logits
+    #: paths of embeddings sharded by rows, and of the layers that make logits
     tables: list[str]
     heads: list[str]
-    #: why axes were given up
+    #: reasons why axes were given up
     given_up: list[str]
 
     def sharded(self) -> Iterator[tuple[str, int, list[Term]]]:
-        """Each sharded parameter or buffer once: name, axis, and the blocks along it."""
+        """Yield each sharded parameter or buffer once: name, axis, and the blocks along it."""
         seen: set[int] = set()
         for name, number in self.found.parameters.items():
             if number in seen or self.is_of_vocabulary(name):
@@ -51,27 +51,27 @@ class Derivation:
                     yield name, axis, blocks_of(term, self.chosen) or [term]
 
     def is_of_vocabulary(self, name: str) -> bool:
-        """Return whether a parameter is a table of the vocabulary, or of the head."""
+        """Return whether a parameter belongs to a vocabulary table or the head."""
         return name.rpartition(".")[0] in (*self.tables, *self.heads)
 
     def free_axes(self) -> list[Axis]:
-        """Axes of trained parameters that nothing needs whole."""
+        """Return the axes of trained parameters that are free to be sharded."""
         trained = [v for v in self.found.values if v.is_parameter and v.needs_grad]
         axes = (axis for value in trained for term in value.dims for axis in axes_in(term))
         return [axis for axis in dict.fromkeys(axes) if not axis.whole]
 
-    def axes_below(self, path: str) -> list[str]:
-        """Names of the sharded axes of the parameters of a module."""
+    def axes_below(self, path: str, outside: bool = False) -> list[str]:
+        """Return the names of the sharded axes of a module's parameters, or of all others."""
         prefix = f"{path}." if path else ""
         found: dict[str, None] = {}
         for name, number in self.found.parameters.items():
-            if name.startswith(prefix):
+            if name.startswith(prefix) != outside:
                 axes = itertools.chain(*map(axes_in, self.found.values[number].dims))
                 found |= {axis.name: None for axis in axes if axis in self.chosen}
         return list(found)
 
     def share(self) -> float:
-        """The share of the bytes of all parameters that is sharded."""
+        """Return the fraction of all parameter bytes that is sharded."""
         total = sharded = 0
         sizes = _bytes_of(self.found)
         split = {self.found.parameters[name] for name, _, _ in self.sharded()}
@@ -82,7 +82,7 @@ class Derivation:
         return sharded / max(1, total)
 
     def left_whole(self) -> dict[str, list[str]]:
-        """Parameters of two dimensions or more that stay whole: for each axis, why."""
+        """Return the replicated parameters of two or more dimensions, with a reason per axis."""
         split = {self.found.parameters[name] for name, _, _ in self.sharded()}
         found: dict[str, list[str]] = {}
         for name, number in self.found.parameters.items():
@@ -116,19 +116,9 @@ def derive(
 ) -> Derivation:
     """Derive a split for a number of ranks.
 
-    A norm over all features of a layer keeps that layer whole. Such a norm gathers its input and
-    cuts its output if more can be sharded then.
-
-    Parameters
-    ----------
-    model
-        A model that is not scheduled; parameters may be on meta.
-    args, kwargs
-        Inputs.
-    ranks
-        Number of slices.
-    banned
-        Names of axes to leave whole.
+    A norm over all features of a layer keeps that layer replicated. Such a norm gathers its input
+    and scatters its output if more bytes can be sharded then. `banned` has names of axes that stay
+    replicated.
     """
     plain = _derive(model, args, kwargs, ranks, banned, frozenset())
     norms = _norms_behind_whole_layers(plain)
@@ -137,7 +127,7 @@ def derive(
 
 
 def _norms_behind_whole_layers(derivation: Derivation) -> frozenset[str]:
-    """Modules with vectors alone that run on what a layer returns whose weight stays whole."""
+    """Return modules with only vectors that take the output of a replicated layer."""
     layers = {name.rpartition(".")[0] for name in derivation.left_whole()}
     ends: set[int] = set()
     found: set[str] = set()
@@ -161,6 +151,9 @@ def _derive(
 ) -> Derivation:
     tables, heads = vocabulary(model)
     found = trace(model, args, kwargs, heads, gathering)
+    own = {*tables, *heads}
+    tables = [path for path in tables if _users(found, f"{path}.weight") <= own]
+    heads = {p: size for p, size in heads.items() if _users(found, f"{p}.weight") <= own}
     for path in (*tables, *heads):
         for name in ("weight", "bias"):
             number = found.parameters.get(f"{path}.{name}")
@@ -171,7 +164,8 @@ def _derive(
         for term in found.values[number].dims:
             keep_whole(term, "used by no operation")
     for path, module in model.named_modules():
-        if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):  # take their weights as a list
+        # they pass their weights as a list
+        if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
             for name, _ in module.named_parameters():
                 for term in found.values[found.parameters[f"{path}.{name}"]].dims:
                     keep_whole(term, f"used by a kernel of {type(module).__name__}")
@@ -194,7 +188,7 @@ def _derive(
 
 
 def _gathered_axes(found: Trace, chosen: Chosen, gathering: frozenset[str]) -> dict[str, int]:
-    """Path of a module that gathers -> the axis that is sharded around it, from the last one."""
+    """Return path of a gathering module -> the axis sharded around it, counted from the last."""
     axes: dict[str, int] = {}
     for node in found.nodes:
         if node.kind == "entry" and node.call.path in gathering:
@@ -210,7 +204,7 @@ def _gathered_axes(found: Trace, chosen: Chosen, gathering: frozenset[str]) -> d
 
 
 def _name_axes(found: Trace) -> None:
-    """Name axes that views have made after the first parameter that has them."""
+    """Name the axes that views have made after the first parameter that has them."""
     for name, number in found.parameters.items():
         for dim, term in enumerate(found.values[number].dims):
             for place_in_dim, axis in enumerate(axes_in(term)):
@@ -218,7 +212,7 @@ def _name_axes(found: Trace) -> None:
 
 
 def _bytes_of(found: Trace) -> dict[int, int]:
-    """Number of the value of a trained parameter -> its bytes."""
+    """Return the bytes of each parameter, by the index of its value."""
     sizes: dict[int, int] = {}
     for name, parameter in found.model.named_parameters():
         number = found.parameters.get(name)
@@ -227,13 +221,20 @@ def _bytes_of(found: Trace) -> dict[int, int]:
     return sizes
 
 
-def vocabulary(model: nn.Module) -> tuple[list[str], dict[str, int]]:
-    """Paths of the tables of the vocabulary, and of the layers that make logits, with their size.
+def _users(found: Trace, name: str) -> set[str]:
+    """Return the paths of the modules that compute with a parameter."""
+    number = found.parameters[name]
+    nodes = (node for node in found.nodes if node.kind == "operation")
+    return {node.call.path for node in nodes if number in node.inputs}
 
-    They have verbs of their own: rows are sharded unevenly, and logits gathered.
+
+def vocabulary(model: nn.Module) -> tuple[list[str], dict[str, int]]:
+    """Return the paths of vocabulary tables, and the size of each layer that makes logits.
+
+    They are handled separately: rows are sharded unevenly, and logits are gathered.
     """
     text = text_config(getattr(model, "config", None))
-    outside = [(p, m) for p, m in model.named_modules() if numberless(p) == p]  # of all lists
+    outside = [(p, m) for p, m in model.named_modules() if numberless(p) == p]  # outside all lists
     tables = {p: m for p, m in outside if isinstance(m, nn.Embedding)}
     largest = max((table.num_embeddings for table in tables.values()), default=0)
     size = getattr(text, "vocab_size", None) or largest

@@ -1,7 +1,7 @@
-"""Numbers of modules that sizes are computed of, and which of them each rank divides.
+"""Module attributes that determine sizes, and the choice of those to divide by the ranks.
 
-While a model runs, its integer attributes remember what was computed of them. Where such a number
-arrives as the size of a dimension, that dimension's axes say what it has to be on one rank.
+While a model runs, integers computed from its attributes keep their formula. If such an integer
+becomes the size of a dimension, the axes of that dimension determine its value on one rank.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import copy
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn
 from slapo.derive.axes import Axis, Chosen, Term, axes_in, factors, local_size, size_of
 from slapo.sharding.rules import tensor_of_size
 
-#: Path of a module, or of its config (``"h.0.config"``), and the name of the attribute.
+#: Path of a module or of its config (``"h.0.config"``), and the name of the attribute.
 Key = tuple[str, str]
 
 _OPERATORS: dict[str, Callable[[int, int], int]] = {
@@ -32,7 +32,7 @@ _OPERATORS: dict[str, Callable[[int, int], int]] = {
 
 @dataclass(frozen=True)
 class Formula:
-    """How a number was computed: an attribute, a constant, or an operator of two formulas."""
+    """Formula of an integer: an attribute, a constant, or an operator on two formulas."""
 
     key: Key | None = None
     constant: int = 0
@@ -40,18 +40,18 @@ class Formula:
     operands: tuple[Formula, ...] = ()
 
     def value(self, read: Callable[[Key], int], constants_divided_by: int = 1) -> int:
-        """The number, where attributes have the values that `read` gives."""
+        """Evaluate the formula with the attribute values of `read`."""
         if self.key is not None:
             return read(self.key)
         if self.operator:
             first, second = (each.value(read, constants_divided_by) for each in self.operands)
             return _OPERATORS[self.operator](first, second)
-        # Sizes of tensors among the constants may be local ones, which are divided by themselves.
+        # Constants may include sizes of local tensors, which are divided already.
         divides = self.constant % constants_divided_by == 0
         return self.constant // constants_divided_by if divides else self.constant
 
     def keys(self) -> Iterator[Key]:
-        """The attributes in it."""
+        """Yield the attributes in the formula."""
         if self.key is not None:
             yield self.key
         for each in self.operands:
@@ -69,7 +69,7 @@ class Formula:
 
 
 class Counted(int):
-    """An integer that remembers its formula."""
+    """Integer that keeps its formula."""
 
     formula: Formula
 
@@ -107,12 +107,12 @@ for _name, _sign in {"add": "+", "sub": "-", "mul": "*", "floordiv": "//"}.items
 
 @contextmanager
 def counted_attributes(model: nn.Module) -> Iterator[dict[Key, int]]:
-    """Attributes of modules, and of a copy of its config for each, are counted in the block."""
+    """Make integer attributes of modules and of their config copies keep formulas in the block."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     values: dict[Key, int] = {}
     for path, module in model.named_modules():
         if type(module).__module__.startswith("torch.nn"):
-            continue  # whose numbers follow their weights when these are sharded
+            continue  # their attributes follow their weights when these are sharded
         own = vars(module)
         holders = [(own, path)]
         config = own.get("config")
@@ -136,31 +136,31 @@ def counted_attributes(model: nn.Module) -> Iterator[dict[Key, int]]:
 
 @dataclass(frozen=True)
 class SizeUse:
-    """A number that was given to a function of torch as the size of a dimension."""
+    """An integer that was passed to a torch function as the size of a dimension."""
 
     formula: Formula
     term: tuple[Axis, ...]
-    #: the function, and the module that called it
+    #: the function, and the path of the module that called it
     function: str
     path: str
 
 
 class UnfitNumbersError(Exception):
-    """No choice of attributes to divide makes all sizes those of one rank."""
+    """Raised if no division of attributes gives all sizes of one rank."""
 
     def __init__(self, why: str, axes: Chosen) -> None:
         super().__init__(why)
         self.axes = axes
 
 
-#: Up to so many attributes are divided together.
+#: Maximum number of attributes to divide together.
 _AT_ONCE = 8
 
 
 def divided_attributes(
     uses: list[SizeUse], values: Mapping[Key, int], chosen: Chosen, ranks: int
 ) -> list[Key]:
-    """The fewest attributes to divide, so that each number is the size of its dimension."""
+    """Return the fewest attributes to divide, so that each integer is the size of its dimension."""
     found: list[Key] = []
     for keys, mine in _connected(uses):
         wanted = [(use, local_size(use.term, chosen, ranks)) for use in mine]
@@ -188,12 +188,12 @@ def divided_attributes(
 
 
 def _heads_first(key: Key) -> tuple[bool, Key]:
-    """A size of a head stays, where the number of heads can be divided."""
+    """Sort key that prefers dividing the number of heads to dividing the size of a head."""
     return "head_dim" in key[1] or "head_size" in key[1], key
 
 
 def _connected(uses: list[SizeUse]) -> list[tuple[set[Key], list[SizeUse]]]:
-    """Uses that have attributes in common, directly or by others."""
+    """Group uses that share attributes, directly or through others."""
     groups: list[tuple[set[Key], list[SizeUse]]] = []
     for use in uses:
         keys, mine = set(use.formula.keys()), [use]
@@ -211,18 +211,20 @@ def _connected(uses: list[SizeUse]) -> list[tuple[set[Key], list[SizeUse]]]:
 def _fits(
     formula: Formula, size: int, values: Mapping[Key, int], divided: frozenset[Key], ranks: int
 ) -> bool:
-    """Return whether a formula gives a size; constants in it may be sizes of local tensors."""
+    """Return whether a formula gives a size; its constants may be sizes of local tensors."""
 
     def read(key: Key) -> int:
         return values[key] // ranks if key in divided else values[key]
 
-    try:
-        return size in (formula.value(read), formula.value(read, ranks))
-    except ZeroDivisionError:
+    def gives(constants_divided_by: int) -> bool:
+        with suppress(ZeroDivisionError):
+            return formula.value(read, constants_divided_by) == size
         return False
+
+    return gives(1) or gives(ranks)
 
 
 def formula_of(term: Term, uses: list[SizeUse]) -> Formula | None:
-    """A number that a dimension's size was given by, wherever it has the same axes."""
+    """Return a formula that gave the size of a dimension with the same axes, or None."""
     own = factors(term)
     return next((use.formula for use in uses if factors(use.term) == own), None)

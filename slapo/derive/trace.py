@@ -1,4 +1,4 @@
-"""One forward pass in one process: the axes of every tensor, and its way through modules."""
+"""Forward pass in one process: the axes of every tensor, and its path through modules."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from slapo.wrapper import in_mode
 
 @dataclass
 class Value:
-    """A tensor, or what a module sees of it between its entry and its exit."""
+    """A tensor, or its view within a module, from entry to exit."""
 
     dims: Dims
     needs_grad: bool = False
     is_parameter: bool = False
-    #: the operation that made it of what needs a gradient, while none were recorded
+    #: the operation in no_grad mode that made it from values that need a gradient
     unrecorded: Node | None = None
 
 
@@ -53,11 +53,11 @@ class ModuleCall:
 
 @dataclass
 class Node:
-    """An operation, or a tensor on its way into a module or out of it."""
+    """An operation, or a tensor that enters or leaves a module."""
 
     #: ``"operation"``, ``"entry"`` or ``"exit"``
     kind: str
-    #: of an operation; of an entry, the argument, if that is the tensor; of an exit, ``"only"`` if
+    #: operation: its name; entry: the argument, if the tensor itself is one; exit: ``"only"`` if
     #: the module returns nothing else
     name: str
     inputs: list[int]
@@ -68,16 +68,16 @@ class Node:
 
 @dataclass
 class Trace:
-    """A forward pass: values by number, and nodes in the order in which they ran."""
+    """A forward pass: values by index, and nodes in execution order."""
 
     model: nn.Module
     values: list[Value] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
-    #: path of a parameter or buffer -> number of its value; of those that are tied, the same
+    #: path of a parameter or buffer -> index of its value; tied ones share an index
     parameters: dict[str, int] = field(default_factory=dict)
     inputs: set[int] = field(default_factory=set)
     outputs: set[int] = field(default_factory=set)
-    #: numbers that were given as sizes, and the attributes that they were computed of
+    #: integers that were passed as sizes, and the values of all counted attributes
     uses: list[SizeUse] = field(default_factory=list)
     attributes: dict[Key, int] = field(default_factory=dict)
 
@@ -89,18 +89,10 @@ def trace(
     heads: dict[str, int],
     gathering: frozenset[str],
 ) -> Trace:
-    """Run a model forward, on stand-ins of its weights, and follow its axes.
+    """Run a model forward on stand-ins for its weights, and follow its axes.
 
-    Parameters
-    ----------
-    model
-        A model that is not scheduled.
-    args, kwargs
-        Inputs.
-    heads
-        Path of a layer -> size of its last dimension, which is gathered behind it.
-    gathering
-        Paths of modules that run on whole tensors, whatever is sharded around them.
+    `heads` maps a layer's path to the size of its last dimension, which is gathered after it.
+    `gathering` has paths of modules that run on full tensors, whatever is sharded around them.
     """
     found, stand_ins = Trace(model), FakeParameters(model)
     mode = _Mode(found, heads, gathering)
@@ -134,12 +126,12 @@ def trace(
     return found
 
 
-#: Operations whose result has the sizes of a tensor and none of its values.
+#: Operations whose result has the size of a tensor but none of its values.
 _NO_VIEWS = MAKERS | {"rand_like", "randn_like"}
 
 
 class _Mode(TorchDispatchMode):
-    """Gives every tensor its axes as operations run."""
+    """Dispatch mode that gives every tensor its axes."""
 
     def __init__(self, found: Trace, heads: dict[str, int], gathering: frozenset[str]) -> None:
         super().__init__()
@@ -148,13 +140,13 @@ class _Mode(TorchDispatchMode):
         for path, module in found.model.named_modules():
             self.names.setdefault(id(module), path)
         self.running = [ModuleCall("", found.model)]
-        #: id of a tensor -> number of its value; tensors are held, so that no id comes twice
+        #: id of a tensor -> index of its value; tensors are kept alive, so ids are unique
         self.numbers: dict[int, int] = {}
         self._held: list[Tensor] = []
 
     # --- values ---------------------------------------------------------------------------------
     def add(self, tensor: Tensor, value: Value) -> int:
-        """Number a tensor."""
+        """Add the value of a tensor, and return its index."""
         self.found.values.append(value)
         if id(tensor) not in self.numbers:
             self._held.append(tensor)
@@ -162,7 +154,7 @@ class _Mode(TorchDispatchMode):
         return self.numbers[id(tensor)]
 
     def number(self, tensor: Tensor) -> int:
-        """The number of a tensor; one that was made elsewhere stays whole."""
+        """Return the index of a tensor's value; tensors made elsewhere stay replicated."""
         if id(tensor) not in self.numbers:
             path = self.running[-1].path
             why = f"a tensor made outside the pass, used in {path!r}"
@@ -173,7 +165,7 @@ class _Mode(TorchDispatchMode):
         return number
 
     def _record(self, number: int) -> None:
-        """A value that has a gradient after all: the operations before it ran in a Function."""
+        """Mark a value and its inputs as needing gradients: a Function made it in no_grad mode."""
         value = self.found.values[number]
         node, value.unrecorded = value.unrecorded, None
         if node is not None:
@@ -182,11 +174,10 @@ class _Mode(TorchDispatchMode):
                 self._record(before)
 
     def dims(self, tensor: Tensor) -> Dims:
-        """The dimensions of a tensor."""
         return self.found.values[self.number(tensor)].dims
 
     def add_parameters(self) -> None:
-        """Each dimension of a parameter or buffer begins as one axis."""
+        """Add all parameters and buffers, with one axis per dimension."""
         for slot in slots(self.found.model):
             tensor = slot.tensor
             if id(tensor) not in self.numbers:
@@ -197,7 +188,7 @@ class _Mode(TorchDispatchMode):
             self.found.parameters[slot.name] = self.number(tensor)
 
     def add_inputs(self, inputs: Any) -> None:
-        """Inputs of the model stay whole."""
+        """Add the inputs of the model, which stay replicated."""
         for tensor in tensors_in(inputs):
             dims = [fresh(size, "an input of the model") for size in tensor.shape]
             is_float = tensor.is_floating_point()
@@ -207,7 +198,6 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation, and give its results their axes."""
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
@@ -252,13 +242,13 @@ class _Mode(TorchDispatchMode):
             if shapes == [[*out.shape] for out in call.outs]:
                 return found
             why = f"the axis rule for {call.name} gives the shapes {shapes}"
-        except (ValueError, IndexError, TypeError) as error:  # a case that the rule does not know
+        except (ValueError, IndexError, TypeError) as error:  # a case that the rule does not handle
             why = f"the axis rule for {call.name} fails: {error}"
         return call.unknown(why)
 
     # --- modules --------------------------------------------------------------------------------
     def follow(self, module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
-        """Run a module between its entries and its exits."""
+        """Run a module between its entry and exit nodes."""
         path = self.names.get(id(module))
         if not path:
             return call(module, *args, **kwargs)
@@ -276,11 +266,11 @@ class _Mode(TorchDispatchMode):
             number = inside.get(id(tensor), self.number(tensor))
             value = self.found.values[number]
             dims = list(value.dims)
-            if path in self.gathering:  # the output is cut as the input was
+            if path in self.gathering:  # the output is sharded as the input was
                 outside = [self.found.values[old].dims for old, _ in entered.values()]
                 like = (o for o in outside if [size_of(term) for term in o] == [*tensor.shape])
                 dims = list(next(like, dims))
-            if self.heads.get(path) == tensor.shape[-1]:
+            if path in self.heads and self.heads[path] == tensor.shape[-1]:
                 dims[-1] = fresh(tensor.shape[-1], "gathered logits")
             new = self.add(tensor, Value(dims, value.needs_grad))
             name = "only" if len(outs) == 1 else ""
@@ -288,7 +278,7 @@ class _Mode(TorchDispatchMode):
         return out
 
     def _enter(self, here: ModuleCall, args: Any, kwargs: Any) -> dict[int, tuple[int, int]]:
-        """Tensors get new numbers within a module: id -> number outside, and inside."""
+        """Give tensors new indices within a module; return id -> (index outside, index inside)."""
         entered: dict[int, tuple[int, int]] = {}
         for name, argument in _named(here.module, args, kwargs):
             for tensor in tensors_in(argument):
@@ -307,7 +297,7 @@ class _Mode(TorchDispatchMode):
 
 
 def _named(module: nn.Module, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
-    """Arguments of a module by name, further keyword arguments too."""
+    """Return the arguments of a module by name, including extra keyword arguments."""
     signature = inspect.signature(module.forward)
     try:
         bound = signature.bind(*args, **kwargs).arguments
@@ -324,7 +314,7 @@ _MADE = {"zeros", "ones", "empty", "full"}
 
 
 class _Sizes(TorchFunctionMode):
-    """Notes counted numbers that functions get as sizes, and gives them plain ones."""
+    """Function mode that records counted integers passed as sizes, and passes plain ones."""
 
     def __init__(self, mode: _Mode) -> None:
         super().__init__()
@@ -352,7 +342,7 @@ class _Sizes(TorchFunctionMode):
     def _sizes(
         self, name: str, args: Any, kwargs: Any, out: Any, before: Dims
     ) -> Iterator[tuple[Any, Any]]:
-        """Numbers and the dimensions that have their sizes."""
+        """Yield pairs of an argument and the dimension whose size it is."""
         dims = self.mode.dims
         if name in _SHAPED or name in _MADE:
             rest = args if name in _MADE else args[1:]
@@ -387,7 +377,7 @@ class _Sizes(TorchFunctionMode):
 
 
 def _edges(index: Any, before: Dims) -> Iterator[tuple[Any, Any]]:
-    """Where slices begin and end."""
+    """Yield the starts and stops of slices, each with the dimension that it ends."""
     items = index if isinstance(index, tuple) else (index,)
     at = 0
     for number, item in enumerate(items):

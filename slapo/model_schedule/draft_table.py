@@ -30,7 +30,7 @@ def recipe_of_derivation(derivation: Derivation, base: str) -> Recipe:
     model = derivation.found.model
     words = _Words(derivation).by_path()
     within = f"{base}." if base else ""
-    outside = [p for p in (*words, *derivation.tables) if not f"{p}.".startswith(within)]
+    outside = [path for path in derivation.tables if not f"{path}.".startswith(within)]
     if outside:
         raise SlapoError(
             f"draft: {type(model).__name__} shards {outside}, outside of its base model {base!r}, "

@@ -287,10 +287,16 @@ def _draft(
     banned: set[str] = set()
     given_up: list[str] = []
     verdict: PlacementError | None = None
+    refused: set[str] = set()
     for _ in range(_TRIES):
         derivation = _derive(model, inputs, ranks, banned)
         if not banned:
             _refuse_unfit_ranks(derivation)
+        # The paths of a recipe start at the base model.
+        while outside := agree(derivation.axes_below(base, outside=True)):
+            given_up.append(f"{', '.join(outside)}: outside of the base model {base!r}")
+            banned |= set(outside)
+            derivation = _derive(model, inputs, ranks, banned)
         recipe = recipe_of_derivation(derivation, base)
         verdict = None
         try:
@@ -300,7 +306,12 @@ def _draft(
             break
         except PlacementError as error:
             verdict = error
-            more = agree(_axes_at(derivation, error.path))
+            # The second of its kind stands for all layers: a try for each would take too long.
+            kind = numberless(error.path)
+            paths = [p for p, _ in model.named_modules() if numberless(p) == kind]
+            paths = paths if kind in refused else [error.path]
+            refused.add(kind)
+            more = agree([name for path in paths for name in _axes_at(derivation, path)])
             if not more or banned.issuperset(more):
                 break
             given_up.append(str(error).partition("; ")[0])

@@ -116,6 +116,20 @@ def _convolution(module: Any, input: Tensor) -> Tensor:
     return output
 
 
+def _transposed(module: Any, input: Tensor) -> Tensor:
+    functions = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+    return functions[len(module.kernel_size) - 1](
+        input,
+        module.weight,
+        None,
+        module.stride,
+        module.padding,
+        module.output_padding,
+        module.groups,
+        module.dilation,
+    )
+
+
 def _drop(module: Any, output: Tensor) -> Tensor:
     return F.dropout(output, module.p, module.training, module.inplace)
 
@@ -140,6 +154,9 @@ _PRODUCTS: dict[str, tuple[Product, int, Product]] = {
     "torch.nn.modules.conv.Conv1d": (_convolution, 1, _leave),
     "torch.nn.modules.conv.Conv2d": (_convolution, 2, _leave),
     "torch.nn.modules.conv.Conv3d": (_convolution, 3, _leave),
+    "torch.nn.modules.conv.ConvTranspose1d": (_transposed, 1, _leave),
+    "torch.nn.modules.conv.ConvTranspose2d": (_transposed, 2, _leave),
+    "torch.nn.modules.conv.ConvTranspose3d": (_transposed, 3, _leave),
 }
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import slapo
 from benchmark.draft_ranks import sharded_share
@@ -40,7 +41,7 @@ from tests.model_schedule.draft_models import (
     literal,
     own,
 )
-from tests.model_schedule.models import MODELS, Model
+from tests.model_schedule.models import MODELS, VOCABULARY, Model
 from tests.model_schedule.random_models import random_model
 
 #: Unequal blocks, parallel blocks, parameters of a module's own, latent attention, two stacks.
@@ -350,6 +351,94 @@ def test_reasons(block: Any, name: str, why: str) -> None:
     if block is literal:  # given up, and said why
         assert "blocks.0" in " ".join(drafted.given_up)
     assert f"left whole: {name}" in drafted.summary()
+
+
+class Lossy(Own):
+    """A module that returns a number, and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__(Gated)
+        self.loss, self.registers = nn.CrossEntropyLoss(), nn.Parameter(torch.zeros(0, 24))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = super().forward(ids)
+        return self.loss(logits.flatten(0, 1), ids.flatten()) + self.registers.sum()
+
+
+class Windows(Own):
+    """A size whose formula cannot be divided: a square of windows that is one window here."""
+
+    def __init__(self) -> None:
+        super().__init__(Gated)
+        self.window = 14
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out = super().forward(ids)
+        return out.reshape(len(ids) // (196 // self.window // self.window), *out.shape[1:])
+
+
+class Queries(nn.Module):
+    """A table that is added whole, beside one for tokens of the same number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.queries = Own(Gated), nn.Embedding(VOCABULARY, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.inner(ids) @ self.queries.weight
+        return out
+
+
+@pytest.mark.parametrize("make", [Lossy, Windows, Queries])
+def test_modules_that_others_have_too(make: Any) -> None:
+    drafted = slapo.draft(make(), {"ids": ids(3, 13)})
+    assert drafted.verdict is None
+    assert not drafted.given_up
+    assert drafted.share > 0.4
+
+
+def test_a_classifier_outside_of_the_base_model_stays_whole() -> None:
+    class Classified(nn.Module):
+        base_model_prefix = "inner"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(24, 48), nn.Linear(48, 24), nn.Linear(24, 48))
+            self.classifier = nn.Linear(48, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.classifier(self.inner(x).relu())
+
+    drafted = slapo.draft(Classified(), torch.randn(3, 24))
+    assert drafted.verdict is None
+    assert [why.partition(":")[0] for why in drafted.given_up] == ["classifier.weight"]
+    assert drafted.share > 0.4
+
+
+class SizesOfInputs(nn.Module):
+    """Reads the size of its output from its input: heads cannot be sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+        self.fc1, self.fc2 = nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        by_head = self.fc1(x).view(batch, tokens, self.heads, -1).softmax(-1)
+        return self.fc2(by_head.reshape(batch, tokens, width))
+
+
+def two_blocks() -> nn.Module:
+    mlp = nn.Sequential(nn.Linear(24, 48), nn.Linear(48, 24))
+    return nn.Sequential(OrderedDict(attention=SizesOfInputs(), mlp=mlp))
+
+
+def test_many_layers_are_refused_at_once() -> None:
+    drafted = slapo.draft(nn.Sequential(*(two_blocks() for _ in range(12))), torch.randn(3, 7, 24))
+    assert drafted.verdict is None
+    assert len(drafted.given_up) < 6
+    assert drafted.share > 0.6
 
 
 def test_sizes_that_are_equal() -> None:

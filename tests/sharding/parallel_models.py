@@ -129,14 +129,17 @@ class GroupedHeads(nn.Module):
 
 
 class ConvNet(nn.Module):
-    def __init__(self, dims: int = 2, norm: type[nn.Module] | None = None) -> None:
+    def __init__(
+        self, dims: int = 2, norm: type[nn.Module] | None = None, transposed: bool = False
+    ) -> None:
         super().__init__()
         conv = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[dims]
+        last: Any = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}[dims]
         batch_norm = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[dims]
         self.conv1 = conv(3, 8, 3, padding=1)
         self.bn = batch_norm(8) if norm is None else norm(4, 8)
         self.grouped = conv(8, 16, 3, padding=1, groups=4)
-        self.conv2 = conv(16, 5, 3, stride=2)
+        self.conv2 = (last if transposed else conv)(16, 5, 3, stride=2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv2(torch.relu(self.grouped(torch.relu(self.bn(self.conv1(x))))))
@@ -363,7 +366,8 @@ def conv_net(sch: Schedule) -> None:
         if hasattr(sch["bn"].mod, tensor):
             sch["bn"].shard(tensor, axis=0)
     column(sch, "grouped")
-    sch["conv2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    inputs = 1 if isinstance(sch["conv2"].mod, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) else 0
+    sch["conv2"].shard("weight", axis=inputs).sync("fwd_post", "all_reduce")
 
 
 def conv_gathered(sch: Schedule) -> None:
@@ -586,6 +590,13 @@ CASES: dict[str, Case] = {
     "Conv1d and BatchNorm1d": Case(lambda: ConvNet(1), conv_net, activations(BATCH, 3, 11)),
     "Conv3d and BatchNorm3d": Case(lambda: ConvNet(3), conv_net, activations(3, 3, 5, 7, 5)),
     "Conv2d and GroupNorm": Case(lambda: ConvNet(norm=nn.GroupNorm), conv_net, IMAGES),
+    "ConvTranspose2d": Case(lambda: ConvNet(transposed=True), conv_net, IMAGES),
+    "ConvTranspose1d": Case(
+        lambda: ConvNet(1, transposed=True), conv_net, activations(BATCH, 3, 11)
+    ),
+    "ConvTranspose3d": Case(
+        lambda: ConvNet(3, transposed=True), conv_net, activations(3, 3, 5, 7, 5)
+    ),
     "Conv2d gathered": Case(ConvNet, conv_gathered, IMAGES),
     "Conv2d scattered": Case(ConvNet, conv_scattered, activations(4, 3, 9, 11)),
     "vocabulary": Case(Language, vocabulary, tokens),
