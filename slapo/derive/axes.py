@@ -164,6 +164,10 @@ def cut(term: Term, sizes: Sequence[int]) -> list[Term] | None:
     if not own or any(size % inner for size in sizes):
         return None
     outer, counts = own[0], [size // inner for size in sizes]
+    if 1 in counts:
+        keep_whole((outer,), "cut into single elements")
+    if outer.whole:  # its blocks are whole too, so it does not matter which they are
+        return [(*fresh(count, outer.whole), *own[1:]) for count in counts]
     if outer.blocks is None:
         outer.blocks = [fresh(count, outer.whole) for count in counts]
     blocks = _cut_row(outer.blocks, counts)
