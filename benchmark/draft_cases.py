@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import pkgutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 #: Prime, so that no size of a batch is one of the model.
 BATCH, LENGTH, EVEN_LENGTH = 3, 13, 12
 VOCABULARY = 97
+#: Of images and sounds, in pixels, frames of a spectrum with so many rows, and samples.
+IMAGE, FRAMES, MELS, SOUND = 32, 32, 16, 700
 #: More than this is none that settings have made tiny.
 MAX_PARAMETERS = 30_000_000
 
@@ -89,6 +92,37 @@ TINY: dict[str, Any] = {
     "mamba_d_head": 32,
     "mamba_d_state": 16,
     "ssm_state_size": 16,
+    # other names of sizes: two stacks, older decoders, sound, images
+    "d_model": 64,
+    "dim": 64,
+    "emb_dim": 64,
+    "embed_dim": 64,
+    "embedding_size": 64,
+    "hidden_dim": 96,
+    "d_ff": 96,
+    "d_inner": 96,
+    "d_kv": 16,
+    "d_head": 16,
+    "rotary_dim": 8,
+    "n_heads": 4,
+    "num_heads": 4,
+    "n_layers": 2,
+    "num_decoder_layers": 2,
+    "block_sizes": [1, 1],
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 96),
+    "conv_dim": (32, 32),
+    "conv_kernel": (10, 3),
+    "conv_stride": (5, 2),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 16,
+    "num_mel_bins": MELS,
+    "input_feat_per_channel": MELS,
+    "max_source_positions": FRAMES,
+    "image_size": IMAGE,
+    "patch_size": 8,
+    "num_channels": 3,
     # tokens
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -102,7 +136,17 @@ TINY: dict[str, Any] = {
             "attention_probs_dropout_prob",
             "attn_pdrop",
             "dropout",
+            "classifier_dropout",
+            "decoder_layerdrop",
+            "drop_path_rate",
             "dropout_rate",
+            "encoder_layerdrop",
+            "feat_proj_dropout",
+            "final_dropout",
+            "layerdrop",
+            "mask_feature_prob",
+            "mask_time_prob",
+            "relu_dropout",
             "embd_pdrop",
             "embedding_dropout",
             "hidden_dropout",
@@ -146,9 +190,10 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 )
 
 
-#: Where models come from: recipes, tests of drafts, Transformers' configs with a plan.
-RECIPES, OTHERS, PLANS, OWN = "with a recipe", "without one", "with a plan", "own"
-GROUPS = (RECIPES, OTHERS, OWN, PLANS)
+#: Where models come from: recipes, tests of drafts, Transformers' configs with and without a plan.
+RECIPES, OTHERS, OWN = "with a recipe", "without one", "own"
+PLANS, NO_PLANS = "with a plan", "without a plan"
+GROUPS = (RECIPES, OTHERS, OWN, PLANS, NO_PLANS)
 
 
 @dataclass(frozen=True)
@@ -183,7 +228,7 @@ class Case:
 
     def build(self, variant: int) -> nn.Module:
         """The model, of settings that were found to run."""
-        if self.group == PLANS:
+        if self.module:
             return build(self.load(), variant)
         if self.group == OWN:
             from tests.model_schedule import draft_models
@@ -193,7 +238,7 @@ class Case:
 
     def inputs(self, model: nn.Module, length: int) -> dict[str, Any]:
         """Keyword arguments."""
-        if self.group == PLANS:
+        if self.module:
             return inputs_of(model, length)
         if self.group == OWN:
             from tests.model_schedule import draft_models
@@ -212,20 +257,20 @@ class NoModel(Exception):
 
 
 # --- which there are -----------------------------------------------------------------------------
-def cases() -> list[Case]:
-    """All models, by their groups."""
+def cases(of_transformers: Sequence[str] = (PLANS,)) -> list[Case]:
+    """All models, by their groups; configs of Transformers with a plan, or without one too."""
     from tests.model_schedule import draft_models, models
 
     return [
         *(Case(RECIPES, key, key) for key in models.MODELS),
         *(Case(OTHERS, name, name) for name in draft_models.STRANGERS),
         *(Case(OWN, name, name) for name in draft_models.OWN),
-        *planned(),
+        *itertools.chain.from_iterable(map(configs, of_transformers)),
     ]
 
 
-def planned() -> list[Case]:
-    """Every config class with a plan, in the order of their families."""
+def configs(group: str) -> list[Case]:
+    """Every config class with a plan, or without one, in the order of their families."""
     from transformers import models
 
     found = []
@@ -234,16 +279,17 @@ def planned() -> list[Case]:
         for part in pkgutil.iter_modules(folder.__path__ if entry.ispkg else ()):
             if part.name.startswith("configuration_"):
                 module = f"{folder.__name__}.{part.name}"
-                found += [Case(PLANS, entry.name, name, module) for name in _planned(module)]
+                names = _names(module, has_plan=group == PLANS)
+                found += [Case(group, entry.name, name, module) for name in names]
     return found
 
 
-def _planned(module: str) -> Iterator[str]:
+def _names(module: str, has_plan: bool) -> Iterator[str]:
     from transformers import PreTrainedConfig
 
     for name, each in vars(importlib.import_module(module)).items():
         own = inspect.isclass(each) and each.__module__ == module
-        if own and issubclass(each, PreTrainedConfig) and each.base_model_tp_plan:
+        if own and issubclass(each, PreTrainedConfig) and bool(each.base_model_tp_plan) == has_plan:
             yield name
 
 
@@ -258,7 +304,11 @@ def model_class(config: type[Any]) -> Any:
     from transformers.models.auto import modeling_auto as auto
 
     mappings = (
+        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
         auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+        auto.MODEL_FOR_MASKED_LM_MAPPING,
+        auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+        auto.MODEL_FOR_CTC_MAPPING,
         auto.MODEL_MAPPING,
         auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     )
@@ -316,21 +366,36 @@ def build(config: type[Any], number: int) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
-    return model
+    # Norms of small batches lose most digits of float32.
+    return model.double() if _in_double(model) else model
+
+
+def _in_double(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
 def inputs_of(model: nn.Module, length: int) -> dict[str, Any]:
-    """Tokens, the last of one row padding; labels where the model takes them."""
+    """Tokens, the last of one row padding; labels where the model takes them; images, sounds."""
     generator = torch.Generator().manual_seed(2)
+    takes = inspect.signature(model.forward).parameters
+    shapes = {
+        "pixel_values": (BATCH, 3, IMAGE, IMAGE),
+        "input_values": (BATCH, SOUND),
+        "input_features": (BATCH, MELS, FRAMES),
+    }
+    if "input_ids" not in takes and (found := [name for name in shapes if name in takes]):
+        data = torch.randn(shapes[found[0]], generator=generator)
+        return {found[0]: data.double() if _in_double(model) else data}
     tokens = torch.randint(3, VOCABULARY, (BATCH, length), generator=generator)
     mask = torch.ones_like(tokens)
     mask[1, -4:] = 0
     inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": mask}
-    takes = inspect.signature(model.forward).parameters
     if "use_cache" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values()):
         inputs["use_cache"] = False
     if "labels" in takes:
         inputs["labels"] = tokens.masked_fill(mask == 0, -100)
+    elif "decoder_input_ids" in takes:
+        inputs["decoder_input_ids"] = tokens.flip(0)
     return inputs
 
 

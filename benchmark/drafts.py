@@ -1,10 +1,11 @@
 """Drafts of many models: are they equal to one process, and how much do they shard.
 
 ``python -m benchmark drafts``: small random models of families with a recipe, of families without
-one, of every config class of Transformers that carries a tensor-parallel plan, and own ones. Two
-processes derive a schedule from each, and compare with the model as it was: outputs, loss, every
-gradient; once more with tokens sharded between the blocks; and by the recipe of the family, if
-there is one. ``slapo.draft`` for four ranks is timed and checked in one process.
+one, of every config class of Transformers that carries a tensor-parallel plan (``--all``: that runs
+on tokens, an image or a sound), and own ones. Two processes derive a schedule from each, and
+compare with the model as it was: outputs, loss, every gradient; once more with tokens sharded
+between the blocks; and by the recipe of the family, if there is one. ``slapo.draft`` for four ranks
+is timed and checked in one process.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import report
-from benchmark.draft_cases import GROUPS, Case, cases
+from benchmark.draft_cases import GROUPS, NO_PLANS, PLANS, Case, cases
 from benchmark.draft_ranks import EQUAL, NOT_RUNNABLE, SEVERITY, WRONG, Pair, Verdict, alone
 from benchmark.measure import Result, Target
 
@@ -46,8 +47,11 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--only", default="", help="families, with commas between; default: all")
     parser.add_argument("--results", type=Path, default=report.RESULTS, help="%(default)s")
+    parser.add_argument(
+        "--all", action="store_true", help="configs of Transformers without a plan, too: an hour"
+    )
     options = parser.parse_args(arguments)
-    every = cases()
+    every = cases((PLANS, NO_PLANS) if options.all else (PLANS,))
     families = options.only.split(",") if options.only else []
     unknown = [name for name in families if name not in {each.family for each in every}]
     if unknown:
@@ -71,8 +75,11 @@ def measure(chosen: Iterable[Case], say: Callable[[str], None]) -> list[dict[str
     chosen, rows = list(chosen), []
     with Pair() as pair:
         for number, case in enumerate(chosen, 1):
-            rows.append(row(case, pair))
-            words = ", ".join(f"{way} {rows[-1][way]}" for way in WAYS if rows[-1][way])
+            found = row(case, pair)
+            # Most configs without a plan are parts of models, or need inputs of their own.
+            if case.group != NO_PLANS or found["draft"] != NOT_RUNNABLE:
+                rows.append(found)
+            words = ", ".join(f"{way} {found[way]}" for way in WAYS if found[way])
             say(f"{case.family}/{case.name} ({number} of {len(chosen)}): {words}")
     return rows
 
