@@ -223,7 +223,7 @@ def _outcome(found: Mapping[int, Row | int | None], timeout: float, scratch: str
             return without_figures(FAILED, reason)
     if None in found.values():
         silent = [rank for rank, word in found.items() if word is None]
-        reason = f"nothing was heard of ranks {silent} for {timeout:.0f} s"
+        reason = f"no response from ranks {silent} for {timeout:.0f} s"
         return without_figures(TIMEOUT, reason)
     return rows[0]
 

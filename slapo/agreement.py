@@ -38,7 +38,7 @@ _BROKEN = re.compile(
 )
 
 # Seconds that other ranks have to notice a failure and to read its cause.
-_PATIENCE = 3.0
+REPORT_SECONDS = 3.0
 
 # Attribute of an exception that every rank of the group raises: no rank is left waiting.
 _ON_EVERY_RANK = "_slapo_on_every_rank"
@@ -154,19 +154,19 @@ def is_on_every_rank(error: BaseException) -> bool:
 class FirstFailure:
     """First failure on any rank, kept in a store for ranks whose collective breaks.
 
-    Errors of a store that is gone are ignored here, except in `told`: a reader needs that error.
+    Errors of a store that is gone are ignored, except in `reported`: a reader needs that error.
     """
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store, self._rank = store, rank
 
-    def tell(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Record `text`, unless a failure is recorded already."""
         with suppress(RuntimeError):
             if not self._store.check(["failed"]):
                 self._store.set("failed", text)
 
-    def told(self) -> str:
+    def reported(self) -> str:
         """Return the first failure, or an empty string; RuntimeError if the store is gone."""
         return self._store.get("failed").decode() if self._store.check(["failed"]) else ""
 
@@ -180,7 +180,7 @@ class FirstFailure:
 
         The store may end with this process.
         """
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + REPORT_SECONDS
         with suppress(RuntimeError):
             self._store.set(f"read/{self._rank}", "")
             while time.monotonic() < deadline:

@@ -245,7 +245,7 @@ def _recipe_options() -> str:
 def _add_inspect(commands: Any) -> None:
     command = commands.add_parser(
         "inspect",
-        help="say what is in a run, in a saved step or in a folder of Hugging Face",
+        help="show the contents of a run, a saved step or a Hugging Face folder",
         description=(
             "Step, layout, engine, optimizer, tensors and schedule of what engine.save has "
             "written; of a folder with weights, what is in it."

@@ -136,8 +136,8 @@ def _world_size(args: Any) -> int:
         found = getattr(args, "world_size", args)
     if isinstance(found, bool) or not isinstance(found, int):
         raise TypeError(
-            f"execute: nothing in {args!r} says how many processes; pass an object with a whole "
-            "number as world_size, a mapping with that key, a tuple that begins with it, or the "
+            f"execute: nothing in {args!r} gives the number of processes; pass an object with an "
+            "integer as world_size, a mapping with that key, a tuple that begins with it, or the "
             "number"
         )
     if found < 1:

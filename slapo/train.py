@@ -282,6 +282,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--seq", type=int, help="tokens of a sample; by default at most 1024")
     add("--batch", type=int, help="samples of a step, over all replicas; by default 8 or more")
     add("--lr", type=float, default=3e-5, help="of AdamW (%(default)s)")
-    add("--tp", type=int, help="ranks that share each layer; by default what is fastest")
+    add("--tp", type=int, help="ranks that shard each layer; default: the fastest layout")
     add("--print-script", action="store_true", help="print the Python program, and end")
     return parser

@@ -150,8 +150,8 @@ def dryrun(
     """
     if dist.is_initialized() and (dist.get_world_size() > 1 or sizes_of(mesh)["tp"] > 1):
         raise SlapoError(
-            "slapo.dryrun plays ranks that do not exist, and this process is in a process group "
-            "already; call it in a process of its own, or before init_process_group"
+            "slapo.dryrun needs a fake process group, and this process has a group already; "
+            "call it in a process of its own, or before init_process_group"
         )
     node = machine_of(machine)
     layout = Layout(

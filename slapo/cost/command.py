@@ -55,7 +55,7 @@ def suggest_main(arguments: Sequence[str] | None = None) -> int:
         prog="slapo suggest",
         description="The layouts of a model on so many GPUs, by predicted tokens per second, and "
         "the lines to type for the fastest: no weights, no GPU.",
-        epilog="The status is 1 if none fits; it says then what would.",
+        epilog="The status is 1 if none fits; the output then lists what would.",
     )
     parser.add_argument("config", help="a config.json of Transformers, or the folder of one")
     parser.add_argument("--machine", default="h100-80gb", help=_MACHINES)
@@ -177,9 +177,9 @@ def _parser() -> argparse.ArgumentParser:
         help=_MACHINES,
     )
     parser.add_argument("--nodes", type=int, help="machines: fills them with replicas")
-    for name, what in (("pp", "stages"), ("tp", "ranks that tensors are split over")):
+    for name, what in (("pp", "stages"), ("tp", "tensor-parallel ranks")):
         parser.add_argument(f"--{name}", type=int, default=1, help=what)
-    parser.add_argument("--dp", type=int, help="replicas, in place of --nodes")
+    parser.add_argument("--dp", type=int, help="replicas, instead of --nodes")
     parser.add_argument("--batch", type=int, default=1, help="samples of a replica in a step")
     parser.add_argument("--micro-batches", type=int, default=1, help="into which they are cut")
     parser.add_argument("--seq-len", type=int, default=1024, help="tokens of a sample")
@@ -193,6 +193,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="of the recipe"
     )
-    parser.add_argument("--json", action="store_true", help="print data in place of the table")
+    parser.add_argument("--json", action="store_true", help="print data instead of the table")
     parser.add_argument("--plot", metavar="FILE", help="draw a bar of memory for each stage")
     return parser

@@ -66,7 +66,7 @@ class Layout:
         for name, known in {**choices, "zero": (0, 1, 2, 3)}.items():
             if getattr(self, name) not in known:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)!r}; the dry run knows {list(known)}"
+                    f"{name} is {getattr(self, name)!r}; the dry run supports {list(known)}"
                 )
         if self.target == "torch" and self.schedule == "1f1b" and self.micro_batches < self.pp:
             raise ValueError(

@@ -98,8 +98,8 @@ def for_training(config: Any) -> nn.Module:
             made: nn.Module = kind.from_config(config)
             return made
     raise TypeError(
-        f"{type(config).__name__} has no head for language modeling or images that this knows; "
-        "set config.architectures, or pass a function that makes the model"
+        f"{type(config).__name__} has no head for language modeling or images that the dry run "
+        "supports; set config.architectures, or pass a function that makes the model"
     )
 
 

@@ -133,7 +133,7 @@ def run(
                 raise SlapoError(
                     f"{type(model).__name__} could not run on fake tensors: "
                     f"{type(error).__name__}: {str(error)[:400]}; if training fails so too, fix it "
-                    "there, else the model asks for numbers, and cannot be dry-run"
+                    "there, otherwise the model needs tensor values and cannot be dry-run"
                 ) from error
 
 
@@ -352,12 +352,9 @@ class _Recorder:
     def _follow(self, hidden: Tensor | None, place: Place) -> None:
         """Close a place's backward once the gradient of its input is computed."""
         if hidden is not None and hidden.requires_grad:
-            hidden.register_hook(lambda _: self._ended(place))
+            hidden.register_hook(lambda _: self._close_backward(place))
         else:  # nothing before needs a gradient, so the backward ends there
             self._end = place
-
-    def _ended(self, place: Place) -> None:
-        self._close_backward(place)
 
     # --- runs ------------------------------------------------------------------------------------
     def run(self, model: nn.Module, inputs: Mapping[str, Any], loss_of: Callable[..., Any]) -> None:

@@ -273,7 +273,7 @@ class Batch:
 
 
 _DECLARE = (
-    "tell build of tensors whose samples are elsewhere: batch_dims={name: axis}, or {name: None} "
+    "pass build batch_dims={name: axis} for tensors whose samples are elsewhere, or {name: None} "
     "for one that each micro-batch gets whole"
 )
 

@@ -478,8 +478,8 @@ class Engine:
         """Refuse a surrounding autocast context, which would not cover all stages and losses."""
         if torch.is_autocast_enabled(self.device.type):
             raise SlapoError(
-                f"{what} was called inside of torch.autocast; call it outside, and say at build "
-                "what the model computes in: autocast= (target 'torch') or dtype="
+                f"{what} was called inside of torch.autocast; call it outside, and pass build "
+                "the compute dtype: autocast= (target 'torch') or dtype="
             )
 
     # --- failures ----------------------------------------------------------------------------

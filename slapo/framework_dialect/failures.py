@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from slapo.agreement import (
+    REPORT_SECONDS,
     FirstFailure,
     has_peers,
     is_broken_collective,
@@ -34,9 +35,6 @@ from slapo.agreement import (
 )
 from slapo.errors import SlapoError
 from slapo.mesh import describe_rank
-
-# Seconds to wait for reports: ranks on other machines may detect first which process is gone.
-_PATIENCE = 3.0
 
 # A store that does not answer within this time is gone. No call here waits for a key.
 _STORE_TIMEOUT = timedelta(seconds=20)
@@ -82,7 +80,7 @@ class Failures:
     def _report(self, error: BaseException) -> None:
         self._has_reported = True
         what = f"failed with {type(error).__name__}: {str(error)[:500]}"
-        self._failure.tell(f"{self._describe(self._rank)} {what}")
+        self._failure.report(f"{self._describe(self._rank)} {what}")
 
     def _report_uncaught(self) -> None:
         # At exit: an error between two steps was not recorded yet. `sys.exc_info` has it in
@@ -92,7 +90,8 @@ class Failures:
             self._report(error)
 
     def _cause(self) -> str:
-        deadline = time.monotonic() + _PATIENCE
+        # Ranks on other machines may detect first which process is gone.
+        deadline = time.monotonic() + REPORT_SECONDS
         # The store ends with the process that keeps it, perhaps during this loop.
         keeper = self._describe(0)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -103,9 +102,10 @@ class Failures:
             while time.monotonic() < deadline:
                 gone = set(range(dist.get_world_size())) - set(self._running())
                 if gone:
-                    text = f"{self._describe(min(gone))} died without a word: its process is gone"
-                    self._failure.tell(text)  # no effect if a failure is recorded already
-                first = self._failure.told()
+                    who = self._describe(min(gone))
+                    text = f"{who} died without reporting an error: its process is gone"
+                    self._failure.report(text)  # no effect if a failure is recorded already
+                first = self._failure.reported()
                 if first:
                     self._failure.wait_for_readers(self._running)
                     return first
@@ -117,9 +117,9 @@ class Failures:
         others = [rank for rank in range(dist.get_world_size()) if rank != self._rank]
         silent = [self._describe(r) for r in others if not self._store.check([f"waiting/{r}"])]
         if not silent:
-            return "every rank waits for another, and none has said why"
+            return "every rank waits for another, and none has reported an error"
         shown = f"{', '.join(silent[:4])}{' and others' if silent[4:] else ''}"
-        return f"nothing was heard of {shown}, which may hang, or be lost with a machine"
+        return f"no response from {shown}, which may hang, or be lost with a machine"
 
     def _running(self) -> list[int]:
         return [rank for rank in range(dist.get_world_size()) if self._is_running(rank)]

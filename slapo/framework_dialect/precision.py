@@ -32,8 +32,8 @@ def half_of(module: nn.Module) -> torch.dtype | None:
     found = {p.dtype for p in floating if p.requires_grad} or {p.dtype for p in floating}
     if len(found) > 1 and found & set(HALVES):
         raise SlapoError(
-            f"parameters are of {', '.join(sorted(map(str, found)))}; say by dtype= what the model "
-            "computes in"
+            f"parameters are of {', '.join(sorted(map(str, found)))}; pass the compute dtype as "
+            "dtype="
         )
     return next((dtype for dtype in found if dtype in HALVES), None)
 

@@ -138,8 +138,8 @@ def _check_paths(base: Schedule, recipe: Recipe) -> None:
     for stack in recipe.stacks:
         if not has_layers(base, stack):
             raise ValueError(
-                f"{type(base.mod).__name__} at {base.path!r} has no layers {stack.layers!r}, as "
-                f"the recipe says: {base.describe_unknown(stack.layers)}; pass the key of the "
+                f"{type(base.mod).__name__} at {base.path!r} has no layers {stack.layers!r}, which "
+                f"the recipe names: {base.describe_unknown(stack.layers)}; pass the key of the "
                 "family, or as prefix= the path of its base model"
             )
 
@@ -190,7 +190,7 @@ def _check_known(base: Schedule, recipe: Recipe) -> None:
             if unknown:
                 raise ValueError(
                     f"{layer.path} ({type(layer.mod).__name__}) has the parameters {unknown} in a "
-                    "block that is split, and the recipe knows nothing of them; pass the key of "
+                    "block that is split, which the recipe does not name; pass the key of "
                     "the model's own family, or 'auto'; or name them in the table: columns=, "
                     "rows=, inside= (whole, and seeing slices) or by_head="
                 )

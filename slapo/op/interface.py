@@ -113,7 +113,7 @@ def _check_asks_table(model: nn.Module) -> None:
         if place is not None and _ASKS_NAME.search(inspect.getsource(place)):
             raise ValueError(
                 f"{type(part).__name__} prepares its attention by the name of the function that "
-                "will compute it, and knows no name of ours; leave its attention as it is "
+                "will compute it, and has no entry for Slapo's; leave its attention as it is "
                 "(attn_op_name=None)"
             )
 

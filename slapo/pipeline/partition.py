@@ -20,7 +20,7 @@ from slapo.logger import get_logger
 from slapo.node import Node
 from slapo.pipeline.pipelined import PipelinedModule
 from slapo.pipeline.split import StageGraph, split_graph
-from slapo.pipeline.stage import Kind, make_stage, telling
+from slapo.pipeline.stage import Kind, axis_of_one, make_stage
 from slapo.weights.meta import allow_calls
 from slapo.wrapper import in_mode, innermost
 
@@ -147,7 +147,7 @@ def _shows_everywhere(kind: Kind, parts: Mapping[Kind, list[StageGraph]]) -> boo
     """Return whether each stage can detect a batch of one sample from its received tensors."""
     many, one = parts[Kind(kind.training)], parts[kind]
     alike = all(len(a.received) == len(b.received) for a, b in zip(many, one, strict=True))
-    return not kind.of_one or (alike and all(starmap(telling, zip(many, one, strict=True))))
+    return not kind.of_one or (alike and all(starmap(axis_of_one, zip(many, one, strict=True))))
 
 
 def _named(training: bool) -> str:

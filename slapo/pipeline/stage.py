@@ -55,7 +55,9 @@ class Stage(fx.GraphModule):
         self.index, self.received, self.sent = index, part.received, part.sent
         self.__dict__["_graphs"] = {kind: each.graph for kind, each in parts.items()}
         #: (tensor, dimension) by which a batch of one sample is detected
-        self.tells = next((telling(part, p) for kind, p in parts.items() if kind.of_one), None)
+        self.batch_axis = next(
+            (axis_of_one(part, p) for kind, p in parts.items() if kind.of_one), None
+        )
         self.__dict__["_codes"] = {}
 
     @property  # type: ignore[misc]
@@ -91,7 +93,10 @@ class Stage(fx.GraphModule):
 
     def forward(self, *tensors: Tensor) -> Any:
         """Run this stage's part of the model."""
-        of_one = self.tells is not None and tensors[self.tells[0]].size(self.tells[1]) == 1
+        of_one = (
+            self.batch_axis is not None
+            and tensors[self.batch_axis[0]].size(self.batch_axis[1]) == 1
+        )
         codes, kind = self.__dict__["_codes"], (self.training, of_one, tensors[0].device)
         if kind not in codes:
             graph = self._graph_for(of_one)
@@ -126,7 +131,7 @@ def _empty() -> Stage:
     return object.__new__(Stage)
 
 
-def telling(many: StageGraph, one: StageGraph) -> tuple[int, int] | None:
+def axis_of_one(many: StageGraph, one: StageGraph) -> tuple[int, int] | None:
     """Return the received tensor and dimension of size 1 only if the batch has one sample."""
     for index, (large, small) in enumerate(zip(many.ones, one.ones, strict=True)):
         for dim, (any_size, single) in enumerate(zip(large, small, strict=False)):

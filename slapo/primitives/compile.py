@@ -55,7 +55,7 @@ class CompilePrimitive(Primitive, name="compile"):
             raise ValueError(f"{kind} is compiled already; leave the second call out")
         known = torch.compiler.list_backends(exclude_tags=())
         if backend not in known:
-            raise ValueError(f"torch.compile knows no backend {backend!r}; pass one of {known}")
+            raise ValueError(f"torch.compile has no backend {backend!r}; pass one of {known}")
         sch.mod.compile(fullgraph=fullgraph, dynamic=dynamic, backend=backend, mode=mode)
         sch.metadata.primitives["compile"]["enabled"] = True
         return sch

@@ -170,14 +170,14 @@ class ScheduleRecord(Sequence[Record]):
             steps, world_size = data["steps"], data["world_size"]
             records = [_decoded(step, each, path) for step, each in enumerate(steps)]
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{path}: {_said(error)}; {_WRITE_ANEW}") from error
+            raise ValueError(f"{path}: {_described(error)}; {_WRITE_ANEW}") from error
         return cls(records, world_size, data.get("root", ""))
 
 
 _WRITE_ANEW = "write it again by sch.record.save(path)"
 
 
-def _said(error: Exception) -> str:
+def _described(error: Exception) -> str:
     return f"{error} is missing" if isinstance(error, KeyError) else str(error)
 
 
@@ -202,7 +202,7 @@ def _decoded(step: int, data: Mapping[str, Any], path: str | os.PathLike[str]) -
         positional, identity = data["positional"], data.get("identity", "")
         return Record(name, primitive, given, location, positional, identity)
     except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: step {step}: {_said(error)}; {_WRITE_ANEW}") from error
+        raise ValueError(f"{path}: step {step}: {_described(error)}; {_WRITE_ANEW}") from error
 
 
 # --- differences ----------------------------------------------------------------------------------
@@ -258,15 +258,15 @@ def _changed(left: list[_Step], right: list[_Step]) -> Iterator[tuple[int, int, 
 def _difference(step: int, first: Record, other_step: int, second: Record) -> str:
     where = f"step {step}" + (f" ({other_step} in the second)" if other_step != step else "")
     names = [*first.arguments, *(n for n in second.arguments if n not in first.arguments)]
-    told = [
+    changes = [
         f"{name} is {first.arguments.get(name, 'not given')} in the first and "
         f"{second.arguments.get(name, 'not given')} in the second"
         for name in names
         if first.arguments.get(name) != second.arguments.get(name)
     ]
     same_names = "a module or function of that name is another one in the second"
-    call = f"{spelled(first.path)}.{first.primitive}" if told else first.call()
-    return f"{where}: {call}: {'; '.join(told) or same_names}"
+    call = f"{spelled(first.path)}.{first.primitive}" if changes else first.call()
+    return f"{where}: {call}: {'; '.join(changes) or same_names}"
 
 
 def _missing(step: int, record: Record, side: str) -> str:

@@ -110,11 +110,11 @@ def save(
     rank = dist.get_rank() if has_peers() else 0
     place = [engine.mesh.get_local_rank(dim) for dim in ("pp", "dp", "tp")]
     odd, samples = list(mine.odd), engine.samples
-    here = _Told(mine.offer(), mine.numbers, mine.groups, odd, mine.optimizer, samples, place)
-    everyone: list[_Told] = gathered(here, None)
+    here = _Report(mine.offer(), mine.numbers, mine.groups, odd, mine.optimizer, samples, place)
+    everyone: list[_Report] = gathered(here, None)
     manifest = all_ranks_or_none(_WHAT, lambda: _describe(engine, everyone, data is not None))
     shapes = {name: tuple(shape) for name, (shape, _) in original(engine).tensors.items()}
-    offers = [told.tensors for told in everyone]
+    offers = [report.tensors for report in everyone]
     shares = all_ranks_or_none(_WHAT, lambda: share_out(offers, shapes))
     own["odd"] = mine.odd
     tensors: list[Tensor] = []
@@ -154,7 +154,7 @@ def _check(engine: Trainer, data: Any, keep: int | None) -> None:
 
 
 @dataclass
-class _Told:
+class _Report:
     """A rank's description of its state, for the other ranks."""
 
     tensors: dict[Key, Offer]
@@ -170,12 +170,12 @@ def _own_state(engine: Trainer, data: Any) -> dict[str, Any]:
     return {"random": all_states(), "data": None if data is None else data.state_dict()}
 
 
-def _describe(engine: Trainer, everyone: Sequence[_Told], has_data: bool) -> Manifest:
+def _describe(engine: Trainer, everyone: Sequence[_Report], has_data: bool) -> Manifest:
     """Return the manifest without the boxes."""
     given, tensors = original(engine), dict[str, dict[str, Saved]]()
-    dtypes = {key: dtype for told in everyone for key, (dtype, _) in told.tensors.items()}
-    for told in everyone:
-        wrong = [key for key, (dtype, _) in told.tensors.items() if dtype != dtypes[key]]
+    dtypes = {key: dtype for report in everyone for key, (dtype, _) in report.tensors.items()}
+    for report in everyone:
+        wrong = [key for key, (dtype, _) in report.tensors.items() if dtype != dtypes[key]]
         if wrong:
             raise SlapoError(f"{_WHAT}: {wrong[0][1]!r} is of two dtypes on the ranks")
     for (slot, name), dtype in dtypes.items():
@@ -184,19 +184,19 @@ def _describe(engine: Trainer, everyone: Sequence[_Told], has_data: bool) -> Man
     scheduler = None if engine.scheduler is None else _plain(engine.scheduler.state_dict())
     return Manifest(
         step=engine.step_count,
-        samples=sum(told.samples for told in everyone if told.place[::2] == [0, 0]),
-        places=[told.place for told in everyone],
+        samples=sum(report.samples for report in everyone if report.place[::2] == [0, 0]),
+        places=[report.place for report in everyone],
         engine=engine.kind,
         versions={"slapo": sys.modules["slapo"].__version__, "torch": torch.__version__},
         model=described(engine),
-        optimizer=next(filter(None, (told.optimizer for told in everyone)), None),
-        groups=merged_groups([group for told in everyone for group in told.groups]),
-        numbers=merged_numbers([told.numbers for told in everyone]),
+        optimizer=next(filter(None, (report.optimizer for report in everyone)), None),
+        groups=merged_groups([group for report in everyone for group in report.groups]),
+        numbers=merged_numbers([report.numbers for report in everyone]),
         scheduler=scheduler,
         loss_scale=None if engine.loss_scale is None else list(engine.loss_scale),
         seed=torch.initial_seed(),
         has_data=has_data,
-        odd=sorted({slot for told in everyone for slot in told.odd}),
+        odd=sorted({slot for report in everyone for slot in report.odd}),
         own={},
         tensors=tensors,
     )

@@ -166,14 +166,14 @@ def groups_of(optimizer: Any, cells: Mapping[int, Sequence[Held]]) -> list[dict[
     for group in optimizer.param_groups:
         options = {}
         for name, value in group.items():
+            if name in _NO_OPTIONS:
+                continue
             try:
                 plain = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
                 options[name] = encode(plain, [], name)
             except SlapoError:
                 continue  # for example a function; the resuming engine has its own
         held = [item for p in group["params"] for item in cells.get(id(p), ())]
-        for name in _NO_OPTIONS:
-            options.pop(name, None)
         found.append({"options": options, "names": sorted({n for h in held for n in names_of(h)})})
     return found
 

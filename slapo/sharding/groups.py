@@ -91,7 +91,7 @@ def _find_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
         return world
     if ranks not in _groups:
         raise SlapoError(
-            f"this is sharded over the ranks {list(ranks)}, of which this process has no group; "
+            f"this is sharded over the ranks {list(ranks)}, for which this process has no group; "
             "call slapo.init_mesh as the job that made it did"
         )
     return _groups[ranks]

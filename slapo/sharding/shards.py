@@ -198,8 +198,8 @@ def _empty(device: torch.device, single: bool) -> Tensor:
 def _check_columns(module: nn.Module) -> None:
     if getattr(module, "max_norm", None):
         raise ValueError(
-            f"an embedding with max_norm={module.max_norm} takes the norm of whole rows, of which "
-            "each rank would have a part; keep it whole"
+            f"an embedding with max_norm={module.max_norm} normalizes full rows, which would be "
+            "sharded; keep it whole"
         )
 
 

@@ -127,7 +127,7 @@ def _fill(new: nn.Module, making: Making, tables: Sequence[Mapping[str, Tensor]]
         present = owner._parameters.get(leaf)
         if present is None:
             raise ValueError(
-                f"{type(new).__name__} says where the values of {name!r} come from, and has no "
+                f"{type(new).__name__} declares sources for the values of {name!r}, and has no "
                 f"such parameter; it has {[n for n, _ in new.named_parameters()]}"
             )
         if value.shape != present.shape:

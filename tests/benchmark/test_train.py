@@ -146,7 +146,7 @@ def test_how_ranks_ended(tmp_path: Path) -> None:
         "rank 1 ended with exit code -11; Fatal: segmentation",
     )
     assert "where memory is short" in outcome(-9, None)[1]
-    assert outcome(fine, None) == ("timeout", "nothing was heard of ranks [1] for 5 s")
+    assert outcome(fine, None) == ("timeout", "no response from ranks [1] for 5 s")
 
 
 @pytest.mark.slow

@@ -123,7 +123,7 @@ def computed_by_ranks(
     """Loss and gradients of the ranks of this job, against those of one process."""
     peers = RankSync(dist.group.WORLD)
     try:
-        with peers.told():
+        with peers.reported():
             with carried_by(peers.carry_out):
                 loss = sch.mod(**inputs).loss
                 loss.backward()

@@ -213,7 +213,7 @@ def _trained(plan: Plan, sch: slapo.Schedule, original: nn.Module, mesh: Any) ->
         return Verdict(plan.seed, "crash", f"build: {type(error).__name__}: {error}")
     peers = RankSync(mesh["tp"].get_group())
     try:
-        with peers.told():
+        with peers.reported():
             with carried_by(peers.carry_out):
                 losses = list(steps_of(model, plan))
             peers.meet("end")

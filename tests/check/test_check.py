@@ -545,7 +545,7 @@ def test_writes_in_place(two_ranks: None) -> None:
         return total[..., : x.shape[-1]]
 
     error = refused(split_block(written))
-    assert "that is Replicate(); make a new tensor in place of the write" in str(error)
+    assert "that is Replicate(); create a new tensor instead" in str(error)
 
 
 def test_a_number_read_from_a_slice(two_ranks: None) -> None:
@@ -554,7 +554,7 @@ def test_a_number_read_from_a_slice(two_ranks: None) -> None:
 
     assert "rank has a slice" in str(refused(split_block(branching)))
     error = refused(reduced_by(lambda out: reduce_from_group(out) * float(out.detach().sum())))
-    assert "a Python number is read from what differs between ranks" in str(error)
+    assert "Python reads a value that differs between ranks" in str(error)
 
 
 def test_random_numbers(two_ranks: None) -> None:

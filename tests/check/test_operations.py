@@ -799,7 +799,7 @@ def test_values_of_slices_are_not_read(ranks: int, read: Callable[[Tensor], Any]
     def scaled(h: Tensor) -> Tensor:
         return h / float(max(read(h.detach().mean((0, 1)))))
 
-    with pytest.raises(slapo.PlacementError, match="a Python number is read"):
+    with pytest.raises(slapo.PlacementError, match="Python reads a value"):
         check(split(Base(scaled)), X)
 
 

@@ -201,7 +201,7 @@ def test_wrong_options(options: dict[str, Any], error: Any, says: str) -> None:
 
 
 def test_wrong_family() -> None:
-    with pytest.raises(ValueError, match="has no layers 'h', as the recipe says"):
+    with pytest.raises(ValueError, match="has no layers 'h', which the recipe names"):
         apply_schedule(llama(), "gpt_neo")
 
 

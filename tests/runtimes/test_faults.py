@@ -90,7 +90,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, target: str) -> None:
     assert outcome.codes[1] is None, "the others end before it wakes up"
     for rank in (0, 2):
         assert outcome.codes[rank] == 1
-        assert "nothing was heard of rank 1 (pp 1, dp 0, tp 0), which may" in outcome.texts[rank]
+        assert "no response from rank 1 (pp 1, dp 0, tp 0), which may" in outcome.texts[rank]
 
 
 def test_a_rank_that_raises_is_named_with_its_error(tmp_path: Path, target: str) -> None:
@@ -293,7 +293,7 @@ def start(folder: Path, fault: str, launcher: bool) -> list[subprocess.Popen[str
     [
         ("raises", "rank 1 (pp 0, dp 1, tp 0) failed with KeyError: 'no such key'"),
         ("killed", "rank 1 (pp 0, dp 1, tp 0) died without a word"),
-        ("hangs", "nothing was heard of rank 1 (pp 0, dp 1, tp 0)"),
+        ("hangs", "no response from rank 1 (pp 0, dp 1, tp 0)"),
     ],
 )
 def test_ordinary_processes(tmp_path: Path, fault: str, text: str) -> None:
@@ -315,7 +315,7 @@ def test_ordinary_processes(tmp_path: Path, fault: str, text: str) -> None:
         # It ends the others as soon as one has timed out.
         pytest.param(
             "hangs",
-            r"nothing was heard of rank 1 \(pp 0, dp 1, tp 0\)",
+            r"no response from rank 1 \(pp 0, dp 1, tp 0\)",
             marks=pytest.mark.wide,
         ),
     ],

@@ -251,7 +251,7 @@ def _merge_entry(
 
 def _contradiction(entry: str, said: Any, other: str) -> ValueError:
     return ValueError(
-        f"deepspeed: the config says {entry}={said!r}, but {other}; change one of them, or leave "
+        f"deepspeed: the config has {entry}={said!r}, but {other}; change one of them, or leave "
         "the entry out"
     )
 

@@ -143,11 +143,11 @@ class StagePipelineEngine(PipelineEngine):
         dist.send_object_list([self.layer.leaving], there, device=self.device)
 
     def _recv_tensor_meta(self, send_stage: int) -> tuple[Tensor, ...]:
-        told: list[Any] = [None]
+        received: list[Any] = [None]
         there = self.grid.stage_to_global(stage_id=send_stage)
-        dist.recv_object_list(told, there, device=self.device)
-        self.layer.arriving = told[0]
-        return tuple(room_for(meta, self.device) for meta in told[0])
+        dist.recv_object_list(received, there, device=self.device)
+        self.layer.arriving = received[0]
+        return tuple(room_for(meta, self.device) for meta in received[0])
 
     def _exec_send_grads(self, buffer_id: int) -> None:
         # A stage may use an input without passing a gradient back.

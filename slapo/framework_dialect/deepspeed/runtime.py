@@ -51,7 +51,7 @@ class DeepSpeedOptions(TrainingOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.topology is not None:
-            raise ValueError("deepspeed: mesh= and topology= say the same; pass one of them")
+            raise ValueError("deepspeed: mesh= and topology= are alternatives; pass one of them")
 
     def _has_optimizer(self) -> bool:
         config = self.config if isinstance(self.config, Mapping) else {}

@@ -10,7 +10,7 @@ from slapo.errors import TraceError
 from slapo.graph.trace.hf import caches_off, no_results_kept
 from slapo.graph.trace.leaves import attributes_kept, generators_kept
 from slapo.graph.trace.nests import map_leaves
-from slapo.graph.trace.surroundings import one_device, told_once
+from slapo.graph.trace.surroundings import one_device, quiet_fake_kernels
 from slapo.graph.trace.torch_private import FakeTensorMode
 
 #: Positional and keyword arguments of a call.
@@ -39,7 +39,7 @@ def inputs_within(root: nn.Module, inputs: Inputs, module: nn.Module) -> Inputs:
             generators_kept(),
             no_results_kept(),
             caches_off(root),
-            told_once(),
+            quiet_fake_kernels(),
             one_device(root),
             attributes_kept(root),
         ):

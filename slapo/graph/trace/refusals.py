@@ -29,7 +29,7 @@ _COLLECTIVE_REFUSED = (
     "wrap the collective in an autograd.Function, which a graph can hold"
 )
 _DATA_REASON = (
-    "Python asks for a value that only real data can tell (an if on a tensor, .item(), nonzero, a "
+    "Python needs a value that only real data has (an if on a tensor, .item(), nonzero, a "
     f"boolean index); {_REMEDY}"
 )
 _RANDOM_REASON = (
@@ -165,8 +165,8 @@ def _dynamos_words(text: str) -> str:
     """Return dynamo's name and explanation of a problem, without its advice for torch.compile."""
     lines = [line.strip() for line in text.splitlines()]
     name = next((line for line in lines if line), "dynamo gave up")
-    told = next((ln for ln in lines if ln.startswith("Explanation:")), "")
-    return f"{name}: {told.removeprefix('Explanation:').strip()}" if told else name
+    explanation = next((ln for ln in lines if ln.startswith("Explanation:")), "")
+    return f"{name}: {explanation.removeprefix('Explanation:').strip()}" if explanation else name
 
 
 def _user_frames(error: Exception) -> Iterator[traceback.FrameSummary]:

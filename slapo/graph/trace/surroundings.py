@@ -94,7 +94,7 @@ def surroundings(root: nn.Module, any_batch: bool) -> Iterator[list[Effect]]:
             ask = partial(_unconditionally, getattr(torch._C, name))
             enter(mock.patch.object(torch._C, name, ask))
         enter(_functions_kept())
-        enter(told_once())
+        enter(quiet_fake_kernels())
         # Dynamo would log a copy of its settings, which may start CUDA.
         metrics = dynamo_utils.get_metrics_context()
         enter(mock.patch.object(metrics, "_on_exit", _nothing))
@@ -117,7 +117,7 @@ def _nothing(*_: Any) -> None:
 def _logging_functions() -> set[Any]:
     found: set[Any] = {getattr(logging.Logger, n) for n in ("debug", "info", "warning", "error")}
     home = sys.modules.get("transformers.utils.logging")
-    names = ("warning_once", "info_once", "warning_advice")
+    names = ("quiet_fake_kernels", "info_once", "warning_advice")
     return found | {getattr(home, name) for name in names if hasattr(home, name)}
 
 
@@ -200,7 +200,7 @@ def _subclasses(cls: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def told_once() -> Iterator[None]:
+def quiet_fake_kernels() -> Iterator[None]:
     """Silence logged errors of fake kernels within the block, as torch raises them too."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
 

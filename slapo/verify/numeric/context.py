@@ -133,9 +133,9 @@ class Verify:
     ) -> None:
         try:
             if self.enable and error is not None:
-                self.peers.tell(error)
+                self.peers.report(error)
             elif self.enable:
-                with self.peers.told():
+                with self.peers.reported():
                     self._check_primitives()
                     self._verify()
         finally:

@@ -54,15 +54,15 @@ class RankSync:
         pause = 1e-4
         every = list(keys.values())
         while not self._store.check(every):
-            told = self._told_by_another()
+            reported = self._reported_by_another()
             if self._store.check(every):  # a rank that failed after this meeting has reached it
                 break
-            if told:
-                raise on_every_rank(VerificationError(f"Verify failed on {told}"))
+            if reported:
+                raise on_every_rank(VerificationError(f"Verify failed on {reported}"))
             if time.monotonic() > deadline:
                 late = [rank for rank, key in keys.items() if not self._store.check([key])]
                 raise SlapoError(
-                    f"Verify: nothing was heard of rank {', '.join(map(str, late))} within "
+                    f"Verify: no response from rank {', '.join(map(str, late))} within "
                     f"{self._patience:.0f} s; every rank of the group has to verify the same"
                 )
             time.sleep(pause)
@@ -94,36 +94,36 @@ class RankSync:
         return function(tensor, group, **arguments)
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def reported(self) -> Iterator[None]:
         """Report a failure to the other ranks, or explain it by an earlier failure of theirs."""
         try:
             yield
         except Exception as error:
             if self._store is not None:
                 if is_broken_collective(error):
-                    self._raise_for_who_left(error)
-                self.tell(error)
+                    self._raise_for_lost_rank(error)
+                self.report(error)
             raise
 
-    def tell(self, error: BaseException) -> None:
+    def report(self, error: BaseException) -> None:
         """Report an error to the other ranks, unless one has failed before."""
         if self._store is not None:
-            self._failure.tell(f"rank {self._rank} with {type(error).__name__}: {error}")
+            self._failure.report(f"rank {self._rank} with {type(error).__name__}: {error}")
 
-    def _told_by_another(self) -> str:
-        told = self._failure.told()
-        return "" if told.startswith(f"rank {self._rank} ") else told
+    def _reported_by_another(self) -> str:
+        reported = self._failure.reported()
+        return "" if reported.startswith(f"rank {self._rank} ") else reported
 
-    def _raise_for_who_left(self, noticed: Exception) -> None:
+    def _raise_for_lost_rank(self, noticed: Exception) -> None:
         """Raise an error that names the failed rank, after a collective broke here."""
         try:
-            told = self._told_by_another()
+            reported = self._reported_by_another()
         except RuntimeError as gone:
             raise VerificationError(
                 "Verify: a rank has left, most likely that which keeps the job's store; its output "
                 f"says why: {noticed}"
             ) from gone
-        if told:
-            left = [rank for rank in self._ranks if not told.startswith(f"rank {rank} ")]
+        if reported:
+            left = [rank for rank in self._ranks if not reported.startswith(f"rank {rank} ")]
             self._failure.wait_for_readers(lambda: left)
-            raise VerificationError(f"Verify failed on {told}") from noticed
+            raise VerificationError(f"Verify failed on {reported}") from noticed

@@ -80,7 +80,7 @@ class PairedRun:
         peers, self.peers = self.peers, RankSync(self.sides.sch.group)
         error: Exception | None = None
         try:
-            with self.peers.told():
+            with self.peers.reported():
                 yield
         except Exception as raised:
             if is_broken_collective(raised):
@@ -90,18 +90,20 @@ class PairedRun:
             self.peers = peers
         heard = error is not None and is_on_every_rank(error)
         fatal = error is not None and not heard and not (whatever or refuses(error))
-        told = self.sides.of_all_ranks((fatal, error and f"{type(error).__name__}: {error}"))
-        self._go_on_together(told, error)
+        reported = self.sides.of_all_ranks((fatal, error and f"{type(error).__name__}: {error}"))
+        self._go_on_together(reported, error)
 
-    def _go_on_together(self, told: list[tuple[bool, str | None]], error: Exception | None) -> None:
+    def _go_on_together(
+        self, reported: list[tuple[bool, str | None]], error: Exception | None
+    ) -> None:
         """Raise on every rank or on none."""
-        wrong = next((rank for rank, (fatal, _) in enumerate(told) if fatal), None)
+        wrong = next((rank for rank, (fatal, _) in enumerate(reported) if fatal), None)
         if wrong is not None:
             group = self.sides.sch.group
             number = wrong if group is None else dist.get_process_group_ranks(group)[wrong]
-            text = f"Verify failed on rank {number} with {told[wrong][1]}"
+            text = f"Verify failed on rank {number} with {reported[wrong][1]}"
             raise error if error is not None else on_every_rank(VerificationError(text))
-        failed = next((text for _, text in told if text is not None), None)
+        failed = next((text for _, text in reported if text is not None), None)
         if failed is not None:
             raise Refused(failed) from error
 

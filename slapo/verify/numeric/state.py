@@ -88,8 +88,8 @@ def _holder(model: nn.Module, name: str) -> str:
         except AttributeError:
             path = path.rpartition(".")[0]
             continue
-        return f"let {path!r} ({type(module).__name__}) say by weight_sources() where it went"
-    return "let the module that took its place say by weight_sources() where it went"
+        return f"let {path!r} ({type(module).__name__}) declare by weight_sources() where it went"
+    return "let the module that took its place declare by weight_sources() where it went"
 
 
 def _new(now: Sequence[Slot], origins: Origins) -> Iterator[Change]:
@@ -99,8 +99,7 @@ def _new(now: Sequence[Slot], origins: Origins) -> Iterator[Change]:
             yield Change(
                 slot.name,
                 "is a parameter that the original does not have",
-                f"let {owner} say by weight_sources() what it is made of, or add what is new after "
-                "the verified block",
+                f"let {owner} declare its sources by weight_sources(), or add it after the block",
             )
 
 

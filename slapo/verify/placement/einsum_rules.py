@@ -110,7 +110,7 @@ def convolution(call: Call) -> list[Place]:
 def _convolved(call: Call, x: Place, weight: Place, groups: int, transposed: bool) -> Place:
     """Input (batch, in, ...); weight (out, in, ...), or (in, out, ...) if transposed."""
     if x.is_slice and x.dim > 1:
-        raise call.misfit("it mixes pixels, of which each rank has a slice")
+        raise call.misfit("it mixes pixels, which is sharded")
     if _by_groups(x, weight):
         own = call.tensors[0].shape[1]
         if any(block % (own // groups) for block in x.blocks_in(own)):

@@ -37,7 +37,7 @@ def linear_loss(call: Call) -> Place:
     of_hidden, of_weight, *of_bias, of_labels = call.places
     if not has_others(settings.group):
         if not all(place.is_plain for place in (of_weight, *of_bias)):
-            raise call.misfit(f"the weight is {of_weight}, and no group is said to have the rest")
+            raise call.misfit(f"the weight is {of_weight}, and no group is given for the rest")
         loss = _by_tokens(call, of_hidden, of_labels, 1)
         of_params = PARTIAL_SUM if loss.is_slice else WHOLE
         setattr(ctx, _GRADIENTS, [of_hidden, of_params, *(of_params for _ in of_bias)])
@@ -77,7 +77,7 @@ def _by_tokens(call: Call, place: Place, of_labels: Place, vocabulary: int) -> P
         raise call.misfit("a cross entropy is not linear, and its input is a partial sum")
     if place.is_slice and place.dim == vocabulary:
         raise call.misfit(
-            "each rank has a part of the vocabulary, and no group is said to have the rest"
+            "each rank has a part of the vocabulary, and no group is given for the rest"
         )
     if not place.same(of_labels):
         raise call.misfit(f"labels are {of_labels}, and what they are for is {place}")

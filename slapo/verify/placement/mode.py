@@ -52,7 +52,7 @@ from slapo.verify.placement.replicated_shards import followed, is_shared
 from slapo.verify.placement.sizes import ANY, OperationLog, Shape
 from slapo.verify.placement.view_rules import VIEWS
 
-_READ = "a Python number is read from what differs between ranks"
+_READ = "Python reads a value that differs between ranks"
 
 
 class PlaceMode(OperationLog):
@@ -172,7 +172,7 @@ class PlaceMode(OperationLog):
         if lies is None or not _may_become(place_of(other), lies):
             raise PlacementViolation(
                 f"it writes what is {place} into a part of a tensor of shape {tuple(other.shape)} "
-                f"that is {place_of(other)}; make a new tensor in place of the write"
+                f"that is {place_of(other)}; create a new tensor instead"
             )
         put_place(other, lies)
 
@@ -236,9 +236,13 @@ class PlaceMode(OperationLog):
         self, step: Step, place: Place, axis: int | None, tensor: Tensor, total: int | None
     ) -> str:
         if step == SUM_SHARED:
-            return "" if place.is_part else f"{step.name} takes a part of what ranks share: {place}"
+            return (
+                ""
+                if place.is_part
+                else f"{step.name} takes a part of a tensor that ranks share: {place}"
+            )
         if place.is_slice and place.copies > 1:
-            return f"{step.name} of what several ranks hold: this is {place}"
+            return f"{step.name} of a slice that several ranks hold: this is {place}"
         if place.order and step not in row_order.STEPS:
             return f"{step.name} of what is {place}"
         if place.kind != step.takes and not (step.takes == "partial" and place.is_zero):
@@ -417,6 +421,6 @@ def _rule(call: Call) -> Rule:
     if is_pointwise(call):
         return pointwise
     raise NoRule(
-        f"no rule says what {call.func} makes of a tensor that is not whole; give one to "
+        f"no rule covers {call.func} for a tensor that is not replicated; give one to "
         "slapo.register_place_rule"
     )

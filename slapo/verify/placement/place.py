@@ -174,7 +174,7 @@ class PlacementViolation(Exception):
 
 def own_draws() -> PlacementViolation:
     """Error for per-rank random values in a replicated tensor."""
-    why = "random numbers for what is whole are drawn from a state of this rank's own"
+    why = "random numbers for a replicated tensor are drawn from this rank's own state"
     return PlacementViolation(why, Fault.OWN_DRAWS)
 
 

@@ -332,5 +332,5 @@ def along_one(call: Call) -> list[Place]:
             return [PARTIAL_SUM] * len(call.outs)
         raise call.misfit("it is not linear, and its input is a partial sum")
     if place.dim in {dim % call.tensors[0].ndim for dim in dims}:
-        raise call.misfit(f"it runs along dimension {place.dim}, of which each rank has a slice")
+        raise call.misfit(f"it runs along dimension {place.dim}, which is sharded")
     return [place] * len(call.outs)

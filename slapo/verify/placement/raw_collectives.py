@@ -17,8 +17,8 @@ from slapo.verify.placement.place import WHOLE, NoRule, Place, PlacementViolatio
 #: Namespaces of torch's collectives.
 RAW = ("c10d", "_c10d_functional")
 _REMEDY = (
-    "the collectives of slapo.sharding (reduce_from_group, all_gather, ...) say what they take and "
-    "give, and have a gradient"
+    "the collectives of slapo.sharding (reduce_from_group, all_gather, ...) declare their "
+    "placements and have a gradient"
 )
 
 

@@ -21,9 +21,7 @@ def total(call: Call) -> list[Place]:
         raise call.misfit(MASKED_ELSEWHERE)
     if place.is_slice and place.dim in dims:
         if call.name != "sum":
-            raise call.misfit(
-                f"{call.name} over dimension {place.dim}, of which each rank has a slice"
-            )
+            raise call.misfit(f"{call.name} over dimension {place.dim}, which is sharded")
         return [PARTIAL_SUM]
     if not place.is_slice or call.get("keepdim"):
         return [place]
@@ -63,7 +61,7 @@ def reduced(call: Call) -> list[Place]:
         raise call.misfit("it is not linear, and its input is a partial sum")
     dims = {-1 % ndim} if call.name in ("topk", "sort") and call.get("dim") is None else call.dims()
     if not place.is_slice or place.dim in dims:
-        raise call.misfit(f"it runs over dimension {place.dim}, of which each rank has a slice")
+        raise call.misfit(f"it runs over dimension {place.dim}, which is sharded")
     keeps = call.get("keepdim") or call.name in ("topk", "sort")
     moved = 0 if keeps else sum(dim < place.dim for dim in dims)
     return [place.along(place.dim - moved)] * len(call.outs)
@@ -80,7 +78,7 @@ def softmax(call: Call) -> list[Place]:
             "it is not linear, and its inputs are partial sums or have different placements"
         )
     if first.dim == axis:
-        raise call.misfit(f"it runs over dimension {axis}, of which each rank has a slice")
+        raise call.misfit(f"it runs over dimension {axis}, which is sharded")
     return [first] * len(call.outs)
 
 
@@ -249,7 +247,7 @@ def _check_mask(call: Call, table: Place, tokens: Place) -> None:
         )
     if tokens.share != table.share:
         raise call.misfit(
-            "the ranks' parts of the table are uneven; say how many rows the whole has, as by "
+            "the ranks' parts of the table are uneven; pass the total number of rows, as by "
             f"slapo.sharding.masked(..., total={table.whole_size(rows, call.ranks)})"
         )
 

@@ -125,7 +125,7 @@ def _about_step(stop: Stop) -> str:
     (_, place), step = stop.given[0], stop.step
     if step == REDUCE_SCATTER and stop.in_backward and place.is_whole:
         return (
-            "every rank has the whole gradient of what was gathered: pass "
+            "every rank has the full gradient of the gathered tensor: pass "
             "tensor_parallel_output_grad=False to that all_gather"
         )
     if step is not None and place.is_whole and step.takes == "partial":
@@ -140,7 +140,7 @@ def _about_partial(sch: Schedule, stop: Stop, birth: Origin) -> Finding:
         return _sum_of_gradients(sch, path)
     if path == stop.path and not stop.in_backward:
         known = "slapo.op.LinearWithSyncFunc adds its bias behind the sum"
-        return _advised(path, f"add what is whole behind the sum, not before it: {known}")
+        return _advised(path, f"add replicated tensors after the sum, not before it: {known}")
     # Advise what the same module of other layers does.
     like = numberless(path)
     if any(numberless(r.path) == like and _names(r, "reduce_scatter") for r in sch.history):

@@ -141,7 +141,7 @@ def _ruled(
 def _check_order(places: Sequence[Place]) -> None:
     shuffled = next((place for place in places if place.order), None)
     if shuffled is not None:
-        raise PlacementViolation(f"rules know nothing of what is {shuffled}")
+        raise PlacementViolation(f"no rule covers a tensor that is {shuffled}")
 
 
 def _marking(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,7 +176,7 @@ def _watch_kernels(mode: OperationLog, stack: ExitStack) -> None:
         is_plain = all(place.is_plain for place in places)
         if isinstance(mode, PlaceMode) and not (mode.quiet or is_plain):
             why = (
-                "a kernel of Triton, of which nothing is known: give the function of autograd, or "
+                "a Triton kernel without a rule: give the function of autograd, or "
                 "the operation of torch.library, around it to slapo.register_place_rule"
             )
             raise mode.stop(name, tensors, places, NoRule(why))

@@ -167,7 +167,7 @@ def expand(call: Call) -> list[Place]:
         return [place]
     dim = _expanded(place.dim, call, call.tensors[0].ndim)
     if call.outs[0].shape[dim] != call.tensors[0].shape[place.dim]:
-        raise call.misfit(f"it repeats dimension {place.dim}, of which each rank has a slice")
+        raise call.misfit(f"it repeats dimension {place.dim}, which is sharded")
     return [place.along(dim)]
 
 
@@ -204,7 +204,7 @@ def cut(call: Call) -> list[Place]:
         moved = drops and place.is_slice and axis < place.dim
         return [place.along(place.dim - moved)] * len(call.outs)
     if drops:
-        raise call.misfit(f"it takes one of dimension {axis}, of which each rank has a slice")
+        raise call.misfit(f"it takes one of dimension {axis}, which is sharded")
     size = tensor.shape[axis]
     if all(out.shape[axis] == size for out in call.outs):
         return [place] * len(call.outs)
@@ -216,7 +216,7 @@ def cut(call: Call) -> list[Place]:
         if found:
             return [place.along(axis, blocks) for blocks in found]
     raise call.misfit(
-        f"it takes dimension {axis} apart, of which each rank has a slice"
+        f"it takes dimension {axis} apart, which is sharded"
         + (f" in {len(place.blocks)} blocks" if place.blocks else "")
         + "; pack parts in one weight by shard(..., blocks=...), and divide the sizes by which "
         "the module splits",
@@ -293,7 +293,7 @@ def pad(call: Call) -> list[Place]:
     padding = call.get("pad")
     padded = {ndim - 1 - i // 2 for i, amount in enumerate(padding) if amount}
     if place.is_slice and place.dim in padded:
-        raise call.misfit(f"it pads dimension {place.dim}, of which each rank has a slice")
+        raise call.misfit(f"it pads dimension {place.dim}, which is sharded")
     if place.is_partial and call.get("value"):
         raise call.misfit("it pads a partial sum by another number than zero")
     return [place]
@@ -311,7 +311,7 @@ def index(call: Call) -> list[Place]:
         return [place]
     dims = _dims_behind(chosen, call.tensors[0].ndim)
     if place.dim not in dims:
-        raise call.misfit(f"it chooses along dimension {place.dim}, of which each rank has a slice")
+        raise call.misfit(f"it chooses along dimension {place.dim}, which is sharded")
     return [place.along(dims.index(place.dim))]
 
 
@@ -357,7 +357,7 @@ def index_select(call: Call) -> list[Place]:
         if alike and call.tensors[1].shape[place.dim] == call.tensors[0].shape[place.dim]:
             return [place]
     if not indices.is_whole or (place.is_slice and place.dim == axis):
-        raise call.misfit(f"it chooses along dimension {axis}, of which each rank has a slice")
+        raise call.misfit(f"it chooses along dimension {axis}, which is sharded")
     if place.is_slice and call.name == "gather":
         raise call.misfit("whole indices choose from slices")
     return [place]
@@ -378,9 +378,7 @@ def _put_in(call: Call) -> list[Place]:
         return [_put_slices(call, target, source)]
     if target.is_slice and source.is_whole and target.dim in source.uniform:
         if target.dim in _written_dims(call):
-            raise call.misfit(
-                f"it writes along dimension {target.dim}, of which each rank has a slice"
-            )
+            raise call.misfit(f"it writes along dimension {target.dim}, which is sharded")
         return [target]
     raise call.misfit("the inserted tensor has another placement than the destination")
 
@@ -393,7 +391,7 @@ def scatter(call: Call) -> list[Place]:
     if not first.is_slice:
         return _put_in(call)
     if first.dim == axis:
-        raise call.misfit(f"it writes along dimension {axis}, of which each rank has a slice")
+        raise call.misfit(f"it writes along dimension {axis}, which is sharded")
     size = call.tensors[0].shape[first.dim]
     for tensor, place in zip(call.tensors, call.places, strict=True):
         constant = place.is_zero or first.dim in place.uniform
@@ -439,7 +437,7 @@ def fill(call: Call) -> list[Place]:
     place, axis = call.places[0], call.get("dim") % call.tensors[0].ndim
     if place.is_slice and place.dim != axis and all(p.is_whole for p in call.places[1:]):
         return [place]
-    raise call.misfit(f"it writes along dimension {axis}, of which each rank has a part")
+    raise call.misfit(f"it writes along dimension {axis}, which is sharded")
 
 
 @rule_for("glu", "glu_backward")
@@ -454,7 +452,7 @@ def halves(call: Call) -> list[Place]:
         blocks = place.blocks_in(tensor.shape[axis])
         middle = len(blocks) // 2
         if blocks[:middle] * 2 != blocks:
-            raise call.misfit(f"it halves dimension {axis}, of which each rank has a slice")
+            raise call.misfit(f"it halves dimension {axis}, which is sharded")
         half = place.along(axis, blocks[:middle])
     if call.name == "glu":
         return [half]
@@ -476,7 +474,7 @@ def along_others(call: Call) -> list[Place]:
     given = call.get("dimension", call.get("dims", call.get("dim")))
     dims = {given} if isinstance(given, int) else set(given or range(ndim))
     if place.is_slice and place.dim in {dim % ndim for dim in dims}:
-        raise call.misfit(f"it runs along dimension {place.dim}, of which each rank has a slice")
+        raise call.misfit(f"it runs along dimension {place.dim}, which is sharded")
     return [place]
 
 
@@ -485,7 +483,7 @@ def complex_numbers(call: Call) -> list[Place]:
     """Pairs along a last dimension."""
     place = _first(call)
     if place.is_slice and place.dim == call.outs[0].ndim:
-        raise call.misfit(f"it joins pairs along dimension {place.dim}, of which ranks have slices")
+        raise call.misfit(f"it joins pairs along dimension {place.dim}, which is sharded")
     return [place]
 
 
