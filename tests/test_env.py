@@ -77,9 +77,9 @@ def test_within_torchrun_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({}, "nothing in {} says how many processes"),
-        ((), "nothing in () says how many processes"),
-        ("2", "nothing in '2' says how many processes"),
+        ({}, "nothing in {} gives the number of processes"),
+        ((), "nothing in () gives the number of processes"),
+        ("2", "nothing in '2' gives the number of processes"),
         (0, "world_size is 0; pass a whole number from 1 up"),
     ],
 )

@@ -6,7 +6,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
@@ -106,16 +106,21 @@ class _Clock:
             times.append((self._now() - start) / calls)
         return statistics.median(times)
 
-    def cold(self, run: Callable[..., Any], make: Callable[[], list[Tensor]]) -> float:
-        """Return the seconds of ``run(*make())`` with operands that have left the caches."""
-        first = make()
-        count = _COLD_BYTES // sum(tensor.nbytes for tensor in first)
-        ring = cycle([first, *(make() for _ in range(max(1, min(255, count - 1))))])
-        return self(lambda: run(*next(ring)))
+    def cold(self, run: Callable[..., Any], ring: Sequence[list[Tensor]]) -> float:
+        """Return the seconds of one run with operands that have left the caches."""
+        operands = cycle(ring)
+        return self(lambda: run(*next(operands)))
 
 
-def _operands(count: int, *shape: int) -> Callable[[], list[Tensor]]:
-    return lambda: [torch.rand(shape) + 0.01 for _ in range(count)]
+def _ring(make: Callable[[], list[Tensor]]) -> list[list[Tensor]]:
+    """Return operands of many runs, which together exceed the caches."""
+    first = make()
+    count = _COLD_BYTES // sum(tensor.nbytes for tensor in first)
+    return [first, *(make() for _ in range(max(1, min(255, count - 1))))]
+
+
+def _operands(count: int, *shape: int) -> list[list[Tensor]]:
+    return _ring(lambda: [torch.rand(shape) + 0.01 for _ in range(count)])
 
 
 def _product_speed(clock: _Clock, n: int) -> float:
@@ -133,8 +138,9 @@ def _attention(clock: _Clock) -> dict[str, float]:
     def make() -> list[Tensor]:
         return [torch.randn(batch, heads, length, width, requires_grad=True) for _ in range(3)]
 
-    once = clock.cold(attend, make)
-    both = clock.cold(lambda *operands: attend(*operands).sum().backward(), make)
+    ring = _ring(make)
+    once = clock.cold(attend, ring)
+    both = clock.cold(lambda *operands: attend(*operands).sum().backward(), ring)
     flops = 4.0 * batch * heads * length * length * width
     return {_FLASH: flops / once, f"{_FLASH}_backward": 2.5 * flops / max(both - once, once)}
 

@@ -154,12 +154,14 @@ def _refuse_adapters(module: nn.Module, args: object) -> None:
 
 
 def _is_sharded_within(module: nn.Module) -> bool:
-    """Return True if adapters were added to a layer after it was sharded."""
-    if not is_adapted(module):
+    """Return True if adapters of any kind were added to a layer after it was sharded."""
+    base = module._modules.get("base_layer")
+    if base is None or not shards_of(innermost(base)):
         return False
-    matrices = [*module.lora_A.modules(), *module.lora_B.modules()]  # type: ignore[union-attr]
-    base = innermost(module.base_layer)  # type: ignore[arg-type]
-    return bool(shards_of(base)) and not any(shards_of(innermost(m)) for m in matrices)
+    added = [part for child in module.children() if child is not base for part in child.modules()]
+    return any(part._parameters for part in added) and not any(
+        map(shards_of, map(innermost, added))
+    )
 
 
 def is_adapted(module: nn.Module) -> bool:

@@ -120,9 +120,9 @@ def test_a_failure_between_collectives_is_one_on_all(module: type[nn.Module]) ->
 def goes_another_way(rank: int, world: int) -> str:
     # Rank 1 comes first and looks for failures slowly: it finds rank 0's, which was told after both
     # had come.
-    meet, told_by_another = RankSync.meet, RankSync._told_by_another
+    meet, told_by_another = RankSync.meet, RankSync._reported_by_another
     RankSync.meet = lambda self, step: (time.sleep(0.3 * (rank == 0)), meet(self, step))[1]
-    RankSync._told_by_another = lambda self: (time.sleep(0.1 * rank), told_by_another(self))[1]
+    RankSync._reported_by_another = lambda self: (time.sleep(0.1 * rank), told_by_another(self))[1]
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 4)))
     with pytest.raises(slapo.VerificationError) as told, slapo.Verify(sch, X):
         sharded_pair(sch)

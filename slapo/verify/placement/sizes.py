@@ -6,6 +6,7 @@ shape and every slice.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -83,17 +84,18 @@ class Calls(TorchFunctionMode):
 
     number, name = 0, ""
 
-    def __init__(self, on_read: Callable[[str, Tensor], None]) -> None:
+    def __init__(self, log: OperationLog) -> None:
         super().__init__()
-        self._on_read = on_read
+        # Weak: a cycle would keep the log's process group alive after the run.
+        self._log = weakref.ref(log)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self.number, self.name = self.number + 1, getattr(func, "__name__", "")
         out = func(*args, **(kwargs or {}))
-        if func in _READS:
-            self._on_read(self.name, args[0])
+        if func in _READS and (log := self._log()):
+            log.read(self.name, args[0])
         self.name = ""
         return out
 
@@ -103,7 +105,7 @@ class OperationLog(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.paths, self.called = Paths(model), Calls(self.read)
+        self.paths, self.called = Paths(model), Calls(self)
         self.operations: list[Operation] = []
         self.quiet, self.is_complete = 0, False
 
