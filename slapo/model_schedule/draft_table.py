@@ -44,6 +44,8 @@ def recipe_of_derivation(derivation: Derivation, base: str) -> Recipe:
     refuses = {}
     if not stacks:
         refuses["sequence_parallel"] = "the draft has found no list of layers"
+    elif not words:  # every rank would compute whole layers on its own tokens
+        refuses["sequence_parallel"] = "the draft shards no layer"
     around = [p for p in words if any(contains(p, within + stack.layers) for stack in stacks)]
     if around:
         refuses["pipeline_cuts"] = f"gradients are summed around all layers, at {around}"

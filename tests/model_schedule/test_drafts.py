@@ -441,6 +441,27 @@ def test_many_layers_are_refused_at_once() -> None:
     assert drafted.share > 0.6
 
 
+def test_tokens_stay_whole_where_no_layer_is_sharded() -> None:
+    """Attention over this rank's tokens alone would raise no error."""
+
+    class Stuck(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(SizesOfInputs() for _ in range(2))
+            self.norm = nn.LayerNorm(24)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = x + layer(x)
+            return self.norm(x)
+
+    drafted = slapo.draft(Stuck(), torch.randn(3, 7, 24))
+    assert drafted.verdict is None
+    assert not drafted.recipe.splits
+    with fake_world(2), pytest.raises(ValueError, match="the draft shards no layer"):
+        apply_schedule(Stuck(), drafted.recipe, sequence_parallel=True, group=dist.group.WORLD)
+
+
 def test_sizes_that_are_equal() -> None:
     """A batch of as many samples as there are heads, tokens as many as features."""
     drafted = slapo.draft(own(Packed, Gated), ids(4, 32))
