@@ -118,7 +118,7 @@ def of_other_dimensions(model: Model, x: Tensor, labels: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (without_group, "no group is said to have the rest"),
+        (without_group, "no group is given for the rest"),
         (from_elsewhere, "begins at"),
         (of_other_dimensions, "to be sliced along dimension 2"),
     ],
@@ -197,7 +197,7 @@ def test_a_fused_head_without_its_group(vocab: int) -> None:
     def loss(model: Model, x: Tensor, labels: Tensor) -> Tensor:
         return fused(model, x, labels.clamp(max=5))
 
-    assert "no group is said" in refused(split(loss, vocab), vocab)
+    assert "no group is given" in refused(split(loss, vocab), vocab)
     with pytest.raises(slapo.SlapoError, match="and the group"):  # by a label of another rank's
         check(split(fused, vocab), inputs(vocab))
 

@@ -329,7 +329,7 @@ def test_random_numbers_that_all_channels_share_are_whole(ranks: int) -> None:
         with slapo.get_rng_tracker().fork():
             return ACROSS[-1](h)
 
-    assert "of this rank's own" in str(refused(split(Base(own))))
+    assert "from this rank's own state" in str(refused(split(Base(own))))
 
 
 class Images(nn.Module):

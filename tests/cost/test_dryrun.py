@@ -236,7 +236,7 @@ def test_layers_that_run_twice_are_all_run() -> None:
         ),
         ({"mesh": {"pp": 2}}, ValueError, "micro_batches=1 < pp=2"),
         ({"zero": 1}, ValueError, "zero=1 and target='torch'"),
-        ({"schedule": "zbv"}, ValueError, "schedule is 'zbv'; the dry run knows"),
+        ({"schedule": "zbv"}, ValueError, "schedule is 'zbv'; the dry run supports"),
         ({"ckpt_ratio": 2}, ValueError, "ckpt_ratio is 2"),
         ({"fused": True}, TypeError, "'fused_loss'"),
         ({"model_config": 3}, TypeError, "model_config is 3; pass a config"),

@@ -667,7 +667,7 @@ EFFECT = "changes attribute '{}', which a graph cannot do"
 REFUSED: dict[str, tuple[Any, str]] = {
     "a size as a word": (lambda self, x: x * {"3": 2.0}.get(str(x.size(0)), 1.0), "str|repr"),
     "an offset": (asks(lambda x: x.storage_offset() == 0), "non-Tensor"),
-    "a branch on data": (asks(lambda x: x.sum() > 0), "only real data can tell"),
+    "a branch on data": (asks(lambda x: x.sum() > 0), "only real data has"),
     "a parameter of another": (lambda self, x: x @ FOREIGN.weight, "not a child of it"),
     "a checkpoint": (
         lambda self, x: checkpoint(torch.relu, x, use_reentrant=False),

@@ -82,7 +82,7 @@ def train_until(fault: Callable[[], None] | None, target: str, rank: int) -> Non
 def test_a_rank_that_is_killed_is_named(tmp_path: Path, target: str) -> None:
     outcome = run_job(tmp_path, partial(train_until, kill, target))
     assert outcome.codes[1] == -signal.SIGKILL
-    check_that_others_name(outcome, 1, "died without a word")
+    check_that_others_name(outcome, 1, "died without reporting an error")
 
 
 def test_a_rank_that_hangs_is_named(tmp_path: Path, target: str) -> None:
@@ -158,10 +158,10 @@ def meets_an_error_that_all_have(rank: int) -> None:
 @pytest.mark.parametrize(
     ("job", "failed", "text"),
     [
-        (partial(killed, 0.0), 1, "died without a word"),
-        (partial(killed, 1.5), 1, "died without a word"),
+        (partial(killed, 0.0), 1, "died without reporting an error"),
+        (partial(killed, 1.5), 1, "died without reporting an error"),
         (raises_between_steps, 2, "failed with KeyError: 'no such column'"),
-        (meets_an_error_that_all_have, 1, "died without a word"),
+        (meets_an_error_that_all_have, 1, "died without reporting an error"),
     ],
     ids=["killed", "one is late", "between steps", "an error that all have"],
 )
@@ -177,7 +177,7 @@ def test_the_keeper_of_the_store_is_named(tmp_path: Path) -> None:
         assert outcome.codes[rank] == 1
         assert re.search(
             r"SlapoError: rank 0 \(pp 0, dp 0, tp 0\)(, which keeps the store of the job, is gone| "
-            r"died without a word)",
+            r"died without reporting an error)",
             outcome.texts[rank],
         )
         assert outcome.seconds[rank] - outcome.seconds[0] < SOON
@@ -292,7 +292,7 @@ def start(folder: Path, fault: str, launcher: bool) -> list[subprocess.Popen[str
     ("fault", "text"),
     [
         ("raises", "rank 1 (pp 0, dp 1, tp 0) failed with KeyError: 'no such key'"),
-        ("killed", "rank 1 (pp 0, dp 1, tp 0) died without a word"),
+        ("killed", "rank 1 (pp 0, dp 1, tp 0) died without reporting an error"),
         ("hangs", "no response from rank 1 (pp 0, dp 1, tp 0)"),
     ],
 )

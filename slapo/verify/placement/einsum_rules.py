@@ -111,7 +111,7 @@ def _convolved(call: Call, x: Place, weight: Place, groups: int, transposed: boo
     """Input (batch, in, ...); weight (out, in, ...), or (in, out, ...) if transposed."""
     if x.is_slice and x.dim > 1:
         raise call.misfit("it mixes pixels, which is sharded")
-    if _by_groups(x, weight):
+    if _by_groups(x, weight, groups, transposed):
         own = call.tensors[0].shape[1]
         if any(block % (own // groups) for block in x.blocks_in(own)):
             raise call.misfit("a group of channels has parts on several ranks")
@@ -124,13 +124,15 @@ def _convolved(call: Call, x: Place, weight: Place, groups: int, transposed: boo
     return multiplied(call, "bi,io->bo" if transposed else "bi,oi->bo", x, weight)
 
 
-def _by_groups(x: Place, weight: Place) -> bool:
+def _by_groups(x: Place, weight: Place, groups: int, transposed: bool) -> bool:
     """Return True if ranks shard the groups: the channels and the weights' first dimension.
 
     A rank may hold one of several groups. In a convolution of one group, such weights would need
-    more channels than the rank has.
+    more channels than the rank has; in a transposed one they are slices of its input channels.
     """
-    return x.is_slice and x.dim == 1 and weight.is_slice and weight.dim == 0
+    is_contracted = transposed and groups == 1
+    both = x.is_slice and x.dim == 1 and weight.is_slice and weight.dim == 0
+    return both and not is_contracted
 
 
 def _cut_of_groups(call: Call, at: Sequence[int], dims: Sequence[int]) -> list[Fraction]:
@@ -154,7 +156,7 @@ def convolution_backward(call: Call) -> list[Place]:
     grad, x, weight = call.places[:3]
     groups, transposed = call.get("groups"), bool(call.get("transposed"))
     mask = call.get("output_mask")
-    if groups > 1 or _by_groups(x, weight):
+    if groups > 1 or _by_groups(x, weight, groups, transposed):
         places = _grouped_gradients(call)
     else:
         io = "io" if transposed else "oi"
