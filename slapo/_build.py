@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,6 @@ from slapo.optimizers import refuse_earlier_optimizers
 from slapo.pipeline import PipelinedModule, generate_pipeline_partition
 from slapo.pipeline.partition import cut_nodes
 from slapo.pipeline.pipelined import release
-from slapo.primitives.wrapping import guard_adapters
 from slapo.schedule import Schedule
 from slapo.sharding.checks import check_modules
 from slapo.sharding.guards import guard_wrappers
@@ -199,21 +198,15 @@ def _remember_folder(sch: Schedule, folder: str) -> None:
     load_pretrained(sch, folder)
 
 
-def _hook_in(model: nn.Module, parts: Collection[nn.Module]) -> None:
+def _hook_in(model: nn.Module, parts: Iterable[nn.Module]) -> None:
     """Take over the model's own saving; let errors name the module that was running."""
     for part in parts if sys.version_info >= (3, 11) else ():
         if note_module not in part._forward_hooks.values():
             part.register_forward_hook(note_module, always_call=True)
-    for part in parts if _is_sharded(model) else ():
-        guard_adapters(part)
     if hasattr(innermost(model), "save_pretrained"):
         from slapo.pretrained import take_over_saving  # for models of Transformers only
 
         take_over_saving(model)
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    return any(sharding_of(part) is not None for part in map(innermost, model.modules()))
 
 
 def _check_places(sch: Schedule, inputs: Any) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from torch import fx, nn
 
@@ -131,37 +129,13 @@ def reduces_within(sch: Node) -> bool:
     return base_of(sch) is not sch and output is not None and output.kind == "partial"
 
 
-def guard_adapters(model: nn.Module) -> None:
-    """Refuse adapters that PEFT puts around sharded layers later, at the next forward pass."""
-    # PEFT calls the forward of the root itself, without its hooks; a list of modules is not called.
-    for child in model.children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            guard_adapters(child)
-        elif _refuse_adapters not in child._forward_pre_hooks.values():
-            child.register_forward_pre_hook(_refuse_adapters)
-
-
-def _refuse_adapters(module: nn.Module, args: object) -> None:
-    if torch.compiler.is_compiling() or "peft" not in sys.modules:
-        return
-    found = [path for path, part in module.named_modules() if _is_sharded_within(part)]
-    if found:
-        raise SlapoError(
-            f"adapters were put around sharded layers, at {found}: their sums and gradients would "
-            "be those of one rank's slice; put them in before you create the schedule, which "
-            "shards both"
-        )
-
-
-def _is_sharded_within(module: nn.Module) -> bool:
-    """Return True if adapters of any kind were added to a layer after it was sharded."""
-    base = module._modules.get("base_layer")
-    if base is None or not shards_of(innermost(base)):
+def is_split_without_adapters(module: nn.Module) -> bool:
+    """Return True if adapters were added to a layer after it was sharded."""
+    if not is_adapted(module):
         return False
-    added = [part for child in module.children() if child is not base for part in child.modules()]
-    return any(part._parameters for part in added) and not any(
-        map(shards_of, map(innermost, added))
-    )
+    matrices = [*module.lora_A.modules(), *module.lora_B.modules()]  # type: ignore[union-attr]
+    base = innermost(module.base_layer)  # type: ignore[arg-type]
+    return bool(shards_of(base)) and not any(shards_of(innermost(m)) for m in matrices)
 
 
 def is_adapted(module: nn.Module) -> bool:

@@ -117,7 +117,7 @@ def _nothing(*_: Any) -> None:
 def _logging_functions() -> set[Any]:
     found: set[Any] = {getattr(logging.Logger, n) for n in ("debug", "info", "warning", "error")}
     home = sys.modules.get("transformers.utils.logging")
-    names = ("quiet_fake_kernels", "info_once", "warning_advice")
+    names = ("warning_once", "info_once", "warning_advice")
     return found | {getattr(home, name) for name in names if hasattr(home, name)}
 
 
