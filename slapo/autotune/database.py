@@ -238,7 +238,7 @@ class Predictor:
         self._predict, self._study = predict, study
         self._source = source_of(predict)
         held = study.user_attrs.get("predictions", {})
-        # Without its source, a changed function cannot be told from this one.
+        # Without its source, a changed function looks like this one.
         same = self._source and held.get("source") == self._source
         self._known = saved_predictions(study) if same else {}
         self._saved, self._is_new = time.monotonic(), False

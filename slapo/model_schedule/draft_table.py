@@ -25,7 +25,7 @@ from slapo.weights.slots import own_slots
 def recipe_of_derivation(derivation: Derivation, base: str) -> Recipe:
     """Convert a derivation to a recipe with paths relative to the base model.
 
-    Raises SlapoError if something outside the base model is sharded.
+    Raises SlapoError if a vocabulary table is outside the base model.
     """
     model = derivation.found.model
     words = _Words(derivation).by_path()

@@ -191,7 +191,7 @@ def merged_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def merged_numbers(parts: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Merge the numbers of all ranks."""
+    """Merge the values of all ranks."""
     found: dict[str, dict[str, Any]] = {}
     for part in parts:
         for slot, numbers in part.items():
@@ -210,7 +210,7 @@ class Room:
 
 
 def room_for(inside: Sequence[Held], manifest: Manifest) -> Room:
-    """Return the saved slots and numbers of the parameters in a tensor."""
+    """Return the saved slots and values of the parameters in a tensor."""
     names = [name for item in inside for name in names_of(item)]
     slots = [
         slot

@@ -121,7 +121,7 @@ def masked(tokens: Tensor, start: int, count: int, total: int | None = None) -> 
     start, count
         First row and number of rows of this rank.
     total
-        Rows of the full table; required if the ranks hold different numbers of rows.
+        Rows of the full table; required if some ranks hold more rows than others.
 
     Examples
     --------

@@ -266,9 +266,8 @@ def test_groups_of_replicas_of_shards_have_the_timeout_of_the_job() -> None:
 # --- dtypes --------------------------------------------------------------------------------------
 def test_models_of_several_dtypes() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
-    with pytest.raises(
-        slapo.SlapoError, match=r"torch.bfloat16, torch.float32; pass the compute dtype"
-    ):
+    said = r"torch.bfloat16, torch.float32; pass the compute dtype as dtype="
+    with pytest.raises(slapo.SlapoError, match=said):
         half_of(model)
     model[1].requires_grad_(False)  # as a model below adapters
     assert half_of(model) is None

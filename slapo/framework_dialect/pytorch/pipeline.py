@@ -86,7 +86,7 @@ class TrainingStage(pipelining.PipelineStage):
 
     A split backward finds the parameters of a stage on the paths from its outputs to its received
     tensors. If none of these needs a gradient there is no path, and torch would miss all
-    parameters. The full backward then runs in place of the second half.
+    parameters. The full backward then runs instead of the second half.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

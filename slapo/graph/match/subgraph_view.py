@@ -24,7 +24,7 @@ class SubgraphView(fx.GraphModule):
     owner: nn.Module
     #: path, in the owner, of the module that wraps the view; set once it has one
     name: str
-    #: numbers of the owner's rewrites that were applied to this graph
+    #: indices of the owner's rewrites that were applied to this graph
     rewritten_by: set[int]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SubgraphView:

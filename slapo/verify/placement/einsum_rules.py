@@ -110,7 +110,7 @@ def convolution(call: Call) -> list[Place]:
 def _convolved(call: Call, x: Place, weight: Place, groups: int, transposed: bool) -> Place:
     """Input (batch, in, ...); weight (out, in, ...), or (in, out, ...) if transposed."""
     if x.is_slice and x.dim > 1:
-        raise call.misfit("it mixes pixels, which is sharded")
+        raise call.misfit("it mixes pixels, which are sharded")
     if _by_groups(x, weight, groups, transposed):
         own = call.tensors[0].shape[1]
         if any(block % (own // groups) for block in x.blocks_in(own)):
@@ -138,7 +138,7 @@ def _by_groups(x: Place, weight: Place, groups: int, transposed: bool) -> bool:
 def _cut_of_groups(call: Call, at: Sequence[int], dims: Sequence[int]) -> list[Fraction]:
     """Relative blocks of a rank's channels, which must be equal in the given tensors.
 
-    Sizes may differ, because a group may have different numbers of inputs and outputs.
+    Sizes may differ, because a group may have more inputs than outputs, or fewer.
     """
     cuts = []
     for index, dim in zip(at, dims, strict=True):

@@ -215,6 +215,7 @@ def first_difference(found: Sequence[Operation], alone: OperationLog) -> Pair | 
         pair = next(((a, b) for a, b in pairs if not (a and b) or a.difference(b)), None)
         if pair is None or (pair[1] is None and not alone.is_complete):
             return None
+        readers += [each.path for each in pair if each and each.by_value]
         path = _excused(found, pair, readers)
         if path is None:
             return pair
@@ -229,7 +230,6 @@ def _excused(found: Sequence[Operation], pair: Pair, readers: list[str]) -> str 
     """
     here = [each for each in pair if each is not None]
     paths = [each.path for each in here if each.by_value]
-    readers += paths
     around = [path.rpartition(".")[0] for path in readers if path]
     paths += [o.path for o in here if any(contains(path, o.path) for path in around)]
     if len(here) == 1 or not here[0].is_like(here[1]):

@@ -30,7 +30,7 @@ def by_channels(call: Call) -> list[Place]:
     if not first.is_slice:
         raise call.misfit("it is not linear, and its input is a partial sum")
     if first.dim >= call.outs[0].ndim - pixels:
-        raise call.misfit("it mixes pixels, which is sharded")
+        raise call.misfit("it mixes pixels, which are sharded")
     if not all(place.same(first) for place in call.places):
         raise call.misfit("its inputs have different placements")
     return [first] * len(call.outs)
