@@ -22,7 +22,7 @@ from slapo.weights.export import export, size_in_bytes
 from slapo.weights.folders import Folder, Found
 from slapo.weights.holdings import Held, holdings
 from slapo.weights.load import Loader
-from slapo.weights.provenance import Original, original_of
+from slapo.weights.provenance import Original, note_adapters, original_of
 from slapo.wrapper import innermost
 
 Target = Schedule | nn.Module | Engine
@@ -182,7 +182,11 @@ def save_pretrained(
     limit = size_in_bytes(max_shard_size)
     if isinstance(target, Schedule):
         raise SlapoError("save_pretrained takes what slapo.build returned, and got a schedule")
+    if isinstance(target, nn.Module) and original_of(target) is None:
+        target = getattr(getattr(target, "base_model", None), "model", target)  # inside a PeftModel
     original = _original(what, target)
+    if isinstance(target, nn.Module):
+        note_adapters(target, original)
     same_on_all_ranks(what, {"folder": str(folder), "limit": limit, "dtype": str(dtype)})
     held = all_ranks_or_none(what, lambda: _held(target))
     if values is not None:

@@ -111,11 +111,8 @@ class _RecipeRun:
         self.cast()
         self.kernels()
         if self.parallel:
-            drops = dropouts(self.config)
-            for layer in self.all_layers():
-                if drops:
-                    layer.sync("fwd_pre", verbs.require_seed)
-                layer.sync("fwd_pre", verbs.refuse_adapters)
+            for layer in self.all_layers() if dropouts(self.config) else ():
+                layer.sync("fwd_pre", verbs.require_seed)
             self.split_layers()
         if self.splits_vocabulary:
             self.split_vocabulary()

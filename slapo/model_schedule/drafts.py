@@ -32,8 +32,8 @@ from slapo.model_schedule.options import Options
 from slapo.model_schedule.recipe import Recipe
 from slapo.model_schedule.registry import recipe_keys
 from slapo.node import history_of
-from slapo.primitives.wrapping import is_adapted
 from slapo.schedule import Schedule, create_schedule
+from slapo.sharding.adapters import is_adapted
 from slapo.sharding.groups import group_size
 from slapo.utils.calls import as_call, refuse_batch
 from slapo.utils.raised import running_in

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from slapo.errors import SlapoError
 from slapo.model_schedule.recipe import TOKENS, Region, Stack
-from slapo.primitives.wrapping import base_of, is_split_without_adapters
+from slapo.primitives.wrapping import base_of
 from slapo.random import TENSOR_PARALLEL, get_rng_tracker
 from slapo.schedule import Schedule
 from slapo.sharding.collectives import copy_to_group
@@ -226,19 +225,6 @@ def require_seed(module: nn.Module, args: tuple[Any, ...]) -> None:
             "attention drops weights of other heads on each rank, and no numbers are there for "
             "that; call slapo.set_random_seed(seed, mesh=mesh), or tp_rank=sch.rank, before the "
             "first step"
-        )
-
-
-def refuse_adapters(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Pre-hook: refuse PEFT adapters around sharded layers, which PEFT treats as full."""
-    if torch.compiler.is_compiling() or "peft" not in sys.modules:
-        return
-    found = [path for path, part in module.named_modules() if is_split_without_adapters(part)]
-    if found:
-        raise SlapoError(
-            f"adapters were put around layers that are split over ranks, at {found}: their sums "
-            "and gradients would be of one rank's slice; put them in before you create the "
-            "schedule, which splits both then"
         )
 
 

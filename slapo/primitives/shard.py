@@ -17,6 +17,7 @@ from slapo.primitives.wrapping import (
     check_own_tensor,
     reduces_within,
 )
+from slapo.sharding.adapters import Pair, follow_adapters, shard_pair
 from slapo.sharding.guards import refuse_clipping, refuse_methods
 from slapo.sharding.shards import ShardPlan
 from slapo.sharding.slicing import Cut, make_spec
@@ -87,7 +88,7 @@ class ShardPrimitive(Primitive, name="shard"):
         parts: Annotated[int | None, "such as the number of key and value heads"] = None,
     ) -> Node:
         if adapters := adapters_of(sch):
-            _shard_adapted(sch, adapters, tensor_name, axis, (blocks, uneven, parts))
+            _shard_adapted(sch, adapters, tensor_name, Cut(axis, blocks, uneven, parts))
             return sch
         check_own_tensor(sch, tensor_name)
         check_called(sch, tensor_name)
@@ -110,24 +111,17 @@ class ShardPrimitive(Primitive, name="shard"):
             for node in (sch, *sch.ancestors()):
                 refuse_methods(innermost(node.mod), module)
             refuse_clipping()
+            follow_adapters()
         return sch
 
 
-def _shard_adapted(
-    sch: Node, adapters: list[tuple[Node, Node]], name: str, axis: int, how: tuple[Any, ...]
-) -> None:
+def _shard_adapted(sch: Node, adapters: list[Pair], name: str, cut: Cut) -> None:
     """Shard a layer together with its low-rank adapters."""
     with restored_on_error(sch):
-        base_of(sch).shard(name, axis, *how)  # type: ignore[attr-defined]
-        first: Any
-        second: Any
-        for first, second in adapters if name == "weight" else ():
-            if reduces_within(sch):
-                first.shard("weight", 1, *how)
-                continue
-            for own in [n for n, tensor in second.mod._parameters.items() if tensor is not None]:
-                second.shard(own, 0, *how)
-            first.annotate("weight", "partial_grad", True)
+        base: Any = base_of(sch)
+        base.shard(name, cut.axis, cut.blocks, cut.uneven, cut.parts)
+        for pair in adapters if name == "weight" else ():
+            shard_pair(pair, cut, reduces_within(sch), sch.group)
 
 
 def _full_name(sch: Node, tensor_name: str) -> str:

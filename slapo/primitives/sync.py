@@ -14,6 +14,7 @@ from slapo.history import describe
 from slapo.node import Node
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import adapters_of, base_of, check_called, check_runs, reduces_within
+from slapo.sharding.adapters import reduce_pair
 from slapo.sharding.groups import handle_of
 from slapo.sharding.layout import KnownSync, Placement
 from slapo.sharding.partial import add_reducer, can_reduce
@@ -136,14 +137,10 @@ class SyncPrimitive(Primitive, name="sync"):
 def _sync_adapted(sch: Node, op: Any, kwargs: dict[str, Any]) -> None:
     """Reduce the output of the layer and of the first matrix of each adapter."""
     with restored_on_error(sch):
-        first: Any
-        second: Any
-        for first, second in [(base_of(sch), None), *adapters_of(sch)]:
-            first.sync("fwd_post", op, **kwargs)
-            if second is not None and op == "reduce_scatter":  # it gets a part of the tokens
-                for name, tensor in second.mod._parameters.items():
-                    if tensor is not None:
-                        second.annotate(name, "partial_grad", True)
+        base: Any = base_of(sch)
+        base.sync("fwd_post", op, **kwargs)
+        for pair in adapters_of(sch):
+            reduce_pair(pair, make_sync_op("fwd_post", op, handle_of(sch.group), kwargs))
 
 
 def _check_takes_hooks(sch: Node) -> None:

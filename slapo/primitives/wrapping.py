@@ -10,7 +10,8 @@ from slapo.graph.match.subgraph_view import views_of
 from slapo.history import describe
 from slapo.hooks import move_hooks
 from slapo.node import Node
-from slapo.sharding.state import layout_of, shards_of
+from slapo.sharding.adapters import Pair, is_adapted, pairs_of
+from slapo.sharding.state import layout_of
 from slapo.wrapper import ModuleWrapper, innermost
 
 
@@ -98,46 +99,19 @@ def check_module(
     return value
 
 
-# --- low-rank adapters ---------------------------------------------------------------------------
-# PEFT adds two matrices to a layer: ``y = W x`` becomes ``W x + s B A x`` (Hu et al., "LoRA:
-# Low-Rank Adaptation of Large Language Models", 2021). If ``W`` is sharded by rows, so is ``B``,
-# and each rank computes a part of the gradient of ``A``. If ``W`` is sharded by columns, so is
-# ``A``; its small output is reduced like that of ``W``, and the full ``B`` acts on the sum.
+# --- low-rank adapters: see slapo/sharding/adapters.py -------------------------------------------
 def base_of(sch: Node) -> Node:
     """The layer inside adapters, or the node itself without adapters."""
     return sch["base_layer"] if is_adapted(innermost(sch.mod)) else sch
 
 
-def adapters_of(sch: Node) -> list[tuple[Node, Node]]:
-    """Pairs of first and second matrix, one for each adapter of a layer."""
+def adapters_of(sch: Node) -> list[Pair]:
+    """The two matrices of each adapter of a layer."""
     module = innermost(sch.mod)
-    if not is_adapted(module):
-        return []
-    names = list(innermost(module.lora_A)._modules)  # type: ignore[arg-type]
-    if not names or getattr(module, "lora_variant", None):
-        raise ValueError(
-            f"{sch.path!r} has adapters of {type(module).__name__} that are not two matrices of "
-            "LoRA, and only these are split with their layer; take one rank for tensor "
-            "parallelism, and more for data parallelism"
-        )
-    return [(sch[f"lora_A.{name}"], sch[f"lora_B.{name}"]) for name in names]
+    return pairs_of(module, sch.path) if is_adapted(module) else []
 
 
 def reduces_within(sch: Node) -> bool:
     """Return True if the layer inside adapters outputs a partial sum; the adapters then do too."""
     output = layout_of(innermost(base_of(sch).mod)).output
     return base_of(sch) is not sch and output is not None and output.kind == "partial"
-
-
-def is_split_without_adapters(module: nn.Module) -> bool:
-    """Return True if adapters were added to a layer after it was sharded."""
-    if not is_adapted(module):
-        return False
-    matrices = [*module.lora_A.modules(), *module.lora_B.modules()]  # type: ignore[union-attr]
-    base = innermost(module.base_layer)  # type: ignore[arg-type]
-    return bool(shards_of(base)) and not any(shards_of(innermost(m)) for m in matrices)
-
-
-def is_adapted(module: nn.Module) -> bool:
-    """Return True for a layer with low-rank adapters around it."""
-    return all(name in module._modules for name in ("base_layer", "lora_A", "lora_B"))

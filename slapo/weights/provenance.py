@@ -258,6 +258,20 @@ def note_origins(model: nn.Module) -> Original:
     return Original(_class_of(root), config, generation, tensors, ties, folder, adapters)
 
 
+def note_adapters(model: nn.Module, original: Original) -> None:
+    """Count PEFT adapters that were added to a scheduled model among its original tensors."""
+    configs = getattr(innermost(model), "peft_config", None)
+    if not configs or original.adapters:
+        return
+    original.adapters = copy.deepcopy(configs)
+    for name, module, leaf in places(model):
+        if ".lora_" in name and origin_at(module, leaf) is None:
+            tensor, spec = tensor_at(module, leaf), shards_of(module).get(leaf)
+            setattr(tensor, _ORIGIN, name)
+            shape = tensor.shape if spec is None else spec.full_shape
+            original.tensors[name] = (torch.Size(shape), tensor.dtype)
+
+
 def _class_of(model: nn.Module) -> type[nn.Module]:
     return next(cls for cls in type(model).__mro__ if not f"{cls.__module__}.".startswith("slapo."))
 
@@ -289,6 +303,8 @@ def _as_pieces(tensor: Tensor, written: Any, shape: torch.Size) -> Pieced | None
 
 def write_down(model: nn.Module, original: Original | None = None) -> None:
     """Store origins on modules too, as copies of tensors lose them."""
+    if original is not None:
+        note_adapters(model, original)
     for _, module, leaf in places(model):
         if is_lazy(tensor_at(module, leaf)):
             continue

@@ -103,9 +103,9 @@ def test_a_wrapped_model(key: str) -> None:
 
 
 # --- adapters ------------------------------------------------------------------------------------
-def adapted(model: nn.Module, *targets: str) -> Any:
+def adapted(model: nn.Module, *targets: str, seed: int = 3) -> Any:
     peft = pytest.importorskip("peft")
-    torch.manual_seed(3)
+    torch.manual_seed(seed)
     transposed = any(target.startswith("c_") for target in targets)  # of GPT-2
     config = peft.LoraConfig(
         r=2, target_modules=list(targets), init_lora_weights=False, fan_in_fan_out=transposed
@@ -162,28 +162,23 @@ def lively(model: Any) -> Any:
 
 
 def equals_one_process(
-    rank: int, world_size: int, key: str, options: dict[str, Any], where: str
+    rank: int, world_size: int, key: str, options: dict[str, Any], where: str, comes_last: bool
 ) -> None:
     mesh, inputs = slapo.init_mesh(tp=world_size, device="cpu"), tokens(3, 8)
     slapo.set_random_seed(1, mesh=mesh)
-    plain = lively(adapted(MODELS[key].build(), *ADAPTED[key]))
-    model = copy.deepcopy(plain)
+    plain = adapted(MODELS[key].build(), *ADAPTED[key])
     given = {"recipe": key, **options}
-    sch = apply_schedule(model.base_model.model, given.pop("recipe"), group=mesh["tp"], **given)
+    model = None if comes_last else copy.deepcopy(lively(plain))
+    inner = MODELS[key].build() if model is None else model.base_model.model
+    sch = apply_schedule(inner, given.pop("recipe"), group=mesh["tp"], **given)
     built, _ = slapo.build(sch)
+    if model is None:  # the first rank's random values count
+        model = adapted(built, *ADAPTED[key], seed=3 + rank)
     wanted, loss = plain(**inputs).loss, model(**inputs).loss
     torch.testing.assert_close(loss, wanted, atol=1e-6, rtol=1e-5)
     wanted.backward()
     loss.backward()
-    specs = slices_of(model)
-    found = zip(model.parameters(), plain.parameters(), strict=True)
-    adapters = [(mine, whole) for mine, whole in found if whole.requires_grad]
-    assert len(adapters) > 10
-    assert sum(id(mine) in specs for mine, _ in adapters) > 5
-    for mine, whole in adapters:
-        spec = specs.get(id(mine))
-        part = whole.grad if spec is None else spec.slice(whole.grad)
-        torch.testing.assert_close(mine.grad, part, atol=2e-6, rtol=1e-4)
+    compare_adapters(model, plain)
     slapo.save_pretrained(built, f"{where}/adapters")
     if rank == 0:  # the files that PEFT would have written
         plain.save_pretrained(f"{where}/plain")
@@ -204,30 +199,75 @@ def equals_one_process(
     torch.testing.assert_close(opened.state_dict(), merged_alone.state_dict())
 
 
-@pytest.mark.parametrize(("key", "options"), OPTIONS)
+def compare_adapters(model: Any, plain: Any) -> None:
+    """Adapters and their gradients equal those of `plain`, and one of each two is sharded."""
+    specs = slices_of(model)
+    found = zip(model.parameters(), plain.parameters(), strict=True)
+    adapters = [(mine, whole) for mine, whole in found if whole.requires_grad]
+    assert sum(id(mine) in specs for mine, _ in adapters) * 2 == len(adapters) > 3
+    mine: Any
+    whole: Any
+    for mine, whole in adapters:
+        spec = specs.get(id(mine))
+        for tensor, full in ((mine, whole), (mine.grad, whole.grad)):
+            part = full if spec is None else spec.slice(full)
+            torch.testing.assert_close(tensor, part, atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("key", "options", "comes_last"),
+    [*((*each, False) for each in OPTIONS), *((*OPTIONS[n], True) for n in (1, 2, 4))],
+)
 def test_adapters_are_split_with_their_layers(
-    tmp_path: Path, key: str, options: dict[str, Any]
+    tmp_path: Path, key: str, options: dict[str, Any], comes_last: bool
 ) -> None:
+    """Whether they come before the schedule or after it."""
     pytest.importorskip("peft")
-    run_distributed(equals_one_process, 2, key, options, str(tmp_path))
+    run_distributed(equals_one_process, 2, key, options, str(tmp_path), comes_last)
 
 
-def by_hand(rank: int, world_size: int) -> None:
-    plain = lively(adapted(Pair(), "0", "2"))
-    model = copy.deepcopy(plain)
-    sch = slapo.create_schedule(model.base_model.model, group=dist.group.WORLD)
+def pair_by_hand(inner: nn.Module) -> Any:
+    sch = slapo.create_schedule(inner, group=dist.group.WORLD)
     sch["layers.0"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
     sch["layers.2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
-    slapo.check(sch, torch.ones(2, 4))
-    slapo.build(sch)
+    return sch
+
+
+def by_hand(rank: int, world_size: int, order: str) -> None:
+    plain = adapted(Pair(), "0", "2")
+    if order == "adapters, schedule":
+        model = copy.deepcopy(lively(plain))
+        sch = pair_by_hand(model.base_model.model)
+    else:
+        sch = pair_by_hand(Pair())
+    if order == "schedule, build, adapters":
+        slapo.build(sch)
+        model = adapted(sch.mod, "0", "2")
+    elif order == "schedule, adapters, build":
+        model = adapted(sch.mod, "0", "2")
+    if order != "schedule, build, adapters":
+        slapo.check(sch, torch.ones(2, 4))
+        slapo.build(sch)
+    compare_pair(model, plain)
+    compare_adapters(model, plain)
+    # The merged layers have their syncs again.
+    merged, alone = (one.merge_and_unload().requires_grad_() for one in (model, plain))
+    compare_pair(merged, alone)
+    again, alone = (adapted(one, "0", "2") for one in (merged, alone))
+    compare_pair(again, alone)
+    compare_adapters(again, alone)
+
+
+def compare_pair(model: Any, plain: Any) -> None:
+    """Compare outputs and the gradients of inputs, and compute those of parameters."""
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
-    for one in (plain, model):
-        one(x).square().sum().backward()
-    for mine, whole in zip(model.parameters(), plain.parameters(), strict=True):
-        if whole.requires_grad:
-            spec = slices_of(model).get(id(mine))
-            part = whole.grad if spec is None else spec.slice(whole.grad)
-            torch.testing.assert_close(mine.grad, part)
+    found = []
+    for one in (model, plain):
+        own = x.clone().requires_grad_()
+        output = one(own)
+        output.square().sum().backward()
+        found.append((output, own.grad))
+    torch.testing.assert_close(*found)
 
 
 class Pair(nn.Module):
@@ -242,9 +282,12 @@ class Pair(nn.Module):
         return self.layers(x)
 
 
-def test_adapters_by_hand() -> None:
+@pytest.mark.parametrize(
+    "order", ["adapters, schedule", "schedule, adapters, build", "schedule, build, adapters"]
+)
+def test_adapters_by_hand(order: str) -> None:
     pytest.importorskip("peft")
-    run_distributed(by_hand, 2)
+    run_distributed(by_hand, 2, order)
 
 
 def test_adapters_of_other_kinds_change_nothing() -> None:
@@ -260,27 +303,62 @@ def check_refusal(sch: Any) -> None:
         sch["layers.0"].shard("weight", axis=0)
 
 
-def around_slices(rank: int, world_size: int) -> list[str]:
-    said = []
-    for targets in (["o_proj"], ["q_proj", "v_proj"], ["down_proj"]):
-        built, _ = slapo.build(
-            apply_schedule(MODELS["llama"].build(), "llama", group=dist.group.WORLD)
-        )
-        built(**tokens(3, 9))  # nothing is wrong yet
-        model = adapted(built, *targets)
-        with pytest.raises(slapo.SlapoError) as caught:
-            model(**tokens(3, 9))
-        said.append(str(caught.value))
-    return said
+def in_an_engine(rank: int, world_size: int, folder: str) -> None:
+    mesh, batch = slapo.init_mesh(tp=world_size, device="cpu"), tokens(3, 8)
+
+    def adamw(parameters: Any) -> Any:
+        return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=1e-2)
+
+    def built(sch: Any) -> Any:
+        options = {"loss_fn": lambda output, labels: output.loss, "optimizer": adamw}
+        return slapo.build(sch, target="torch", mesh=mesh, **options)[0]
+
+    sch = apply_schedule(MODELS["llama"].build(), "llama", group=mesh["tp"])
+    mine = adapted(sch.mod, *ADAPTED["llama"], seed=3 + rank)
+    engine, plain = built(sch), adapted(MODELS["llama"].build(), *ADAPTED["llama"])
+    optimizer = adamw(plain.parameters())
+    for _ in range(3):
+        loss = engine.train_batch(iter([(dict(batch), batch["labels"])]))
+        optimizer.zero_grad()
+        wanted = plain(**batch).loss
+        wanted.backward()
+        optimizer.step()
+        torch.testing.assert_close(loss, wanted.detach(), atol=1e-5, rtol=1e-5)
+    slapo.save_pretrained(mine, f"{folder}/adapters")
+    # PEFT's files go into the slices of another model.
+    other, _ = slapo.build(apply_schedule(MODELS["llama"].build(), "llama", group=mesh["tp"]))
+    again = type(plain).from_pretrained(other, f"{folder}/adapters")
+    torch.testing.assert_close(again(**batch).loss, plain(**batch).loss, atol=1e-5, rtol=1e-5)
+    late = built(apply_schedule(MODELS["llama"].build(), "llama", group=mesh["tp"]))
+    adapted(late.module, "q_proj")
+    with pytest.raises(slapo.SlapoError, match="were added after build, and the optimizer does no"):
+        late.train_batch(iter([(dict(batch), batch["labels"])]))
 
 
-def test_adapters_around_slices_are_refused() -> None:
+def test_adapters_in_an_engine_and_from_files(tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    for said in run_distributed(around_slices, 2):
-        assert "split over ranks, at ['self_attn.o_proj']" in said[0]
-        assert "put them in before you create the schedule" in said[0]
-        assert "['self_attn.q_proj', 'self_attn.v_proj']" in said[1]
-        assert "['mlp.down_proj']" in said[2]
+    run_distributed(in_an_engine, 2, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ({"init_lora_weights": "pissa"}, "made from this rank's slice of it; pass init_lora_w"),
+        ({"init_lora_weights": "olora"}, "made from this rank's slice of it; pass init_lora_w"),
+    ],
+)
+def test_adapters_made_from_slices_are_refused(kind: dict[str, Any], says: str) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["0", "2"], **kind)
+    with fake_world(2), pytest.raises(slapo.SlapoError, match=says):
+        peft.get_peft_model(pair_by_hand(Pair()).mod, config)
+
+
+def test_adapters_without_matrices_around_slices_are_refused() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.IA3Config(target_modules=["0"], feedforward_modules=[])
+    with fake_world(2), pytest.raises(ValueError, match="has adapters of Linear that are not two"):
+        peft.get_peft_model(pair_by_hand(Pair()).mod, config)
 
 
 def test_wrapped_by_adapters() -> None:
