@@ -192,8 +192,8 @@ def _remember_folder(sch: Schedule, folder: str) -> None:
         return
     if sch.parent is not None:
         raise SlapoError(
-            f"build(sch[{sch.path!r}]): the values are in {folder}, of which build of the root "
-            "reads its own; make the model outside of init_empty_weights()"
+            f"build(sch[{sch.path!r}]): the weights in {folder} are read only when the root is "
+            "built; make the model outside of init_empty_weights()"
         )
     from slapo.pretrained import load_pretrained  # for models of Transformers only
 
@@ -216,8 +216,7 @@ def _check_places(sch: Schedule, inputs: Any) -> None:
         inputs = sch.state.example_inputs
         if inputs is None:
             raise ValueError(
-                "build(check=True): this schedule has seen no example inputs; pass them, "
-                "check=example_inputs"
+                "build(check=True): this schedule has no example inputs; pass check=example_inputs"
             )
     all_ranks_or_none("build(check=...)", lambda: check_places(sch, inputs))
 
@@ -231,9 +230,9 @@ def _check_first_call(sch: Schedule, *call: Any) -> None:
         if isinstance(error, PlacementError) and error.is_certain:
             raise
         logger.warning(
-            "the placement check could not follow the first batch, and gradients alone are "
-            "compared: %s; register_place_rule() teaches it an operation, build(check=False) "
-            "leaves it out",
+            "the placement check could not follow the first batch, so only gradients are "
+            "compared: %s; add a rule with register_place_rule(), or skip the check with "
+            "build(check=False)",
             error,
         )
     else:
@@ -249,8 +248,8 @@ def _as_whole(sch: Schedule) -> Schedule:
     around = next((record for record in sch.history if record.path in above), None)
     if around is not None:
         raise SlapoError(
-            f"build(sch[{sch.path!r}]): {around} was applied to what is around the node, which is "
-            "no longer a model by itself; build the root, or schedule the part alone: "
+            f"build(sch[{sch.path!r}]): {around} was applied above this node, so the node is no "
+            "longer a separate model; build the root, or schedule the part alone: "
             f"slapo.create_schedule(model.{sch.model_path})"
         )
     check_ties(top.mod, top.state.ties)
@@ -362,8 +361,8 @@ def _check_filled(lowering: Lowering, what: str) -> None:
     blank = [n for n, t in lowering.module.named_parameters() if t.is_meta]
     if blank:
         raise SlapoError(
-            f"{what} needs values, and {blank[:3]} are on meta; build with init_weights=True, or "
-            "give them values first"
+            f"{what} needs values, but {blank[:3]} are on meta; build with init_weights=True, or "
+            "initialize them first"
         )
 
 
@@ -377,17 +376,17 @@ def _refuse_runtime_features(sch: Schedule, kwargs: dict[str, Any]) -> None:
         hint = with_nearest(
             name,
             ("target", "init_weights", "sync_replicated"),
-            "pass target= for options of a runtime",
+            "pass target= to use runtime options",
         )
         raise TypeError(
-            "build without a target takes no further arguments but sync_replicated, got "
+            "build without a target takes no further arguments except sync_replicated, got "
             f"{sorted(kwargs)}; {hint}"
         )
     cuts = [node.path for node in cut_nodes(sch)]
     if cuts:
         raise SlapoError(
-            f"pipeline stages are cut after {cuts}, which a plain module cannot run; build with a "
-            "target runtime, or leave the cuts out"
+            f"pipeline stages are cut after {cuts}, but a plain module cannot run stages; build "
+            "with a target runtime, or remove the cuts"
         )
 
 
@@ -405,7 +404,7 @@ def check_same_schedule(sch: Schedule, everywhere: bool = False) -> None:
     index = _first_difference(calls[0], calls[other])
     shown = [h[index] if index < len(h) else "nothing" for h in (histories[0], histories[other])]
     if shown[0].partition("  #")[0] == shown[1].partition("  #")[0]:
-        shown[1] += ", where a module or function of that name is another one,"
+        shown[1] += " (with a different module or function of that name)"
     raise SlapoError(
         f"ranks applied different schedules: step {index} is {shown[0]} on rank 0 and {shown[1]} "
         f"on rank {other}; a schedule must be the same on every rank"

@@ -105,9 +105,9 @@ def replay(
     if others:
         more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
         warn_caller(
-            f"replay: {others[0]}{more}: a module or function of that name is another one now, or "
-            "of another version of Python or torch; see that it does what was recorded, and save "
-            "the record again"
+            f"replay: {others[0]}{more}: the module or function of that name differs from the "
+            "recorded one, or Python or torch has changed; check that it still does the same, "
+            "and save the record again"
         )
     return sch
 
@@ -129,7 +129,7 @@ def _primitive(step: int, record: Record) -> type[Primitive]:
         known = list_primitives()
         raise ValueError(
             f"replay: step {step}, {record}: no primitive is called {record.primitive!r}; import "
-            "what registers it before replay; "
+            "its module before replay; "
             + with_nearest(record.primitive, known, f"known are {known}")
         )
     return found
@@ -191,13 +191,13 @@ def _check_numbers(record: ScheduleRecord, world_size: int) -> None:
         remedy = (
             f"record set({given.get('name')!r}, whole=...)"
             if each.primitive == "set"
-            else "record select(path).replace(make) or replace_all(cls, make) with a function that "
-            "works them out"
+            else "record select(path).replace(make) or replace_all(cls, make) with a function "
+            "that computes them"
         )
         raise SlapoError(
-            f"replay: step {step}, {each}: the record was made at world_size {record.world_size}, "
-            f"and does not say what {numbers} would be at world_size {world_size}; {remedy}, or "
-            "replay on as many ranks"
+            f"replay: step {step}, {each}: the record was made at world_size "
+            f"{record.world_size}, and {numbers} may differ at world_size {world_size}; "
+            f"{remedy}, or replay on the recorded number of ranks"
         )
 
 
@@ -225,11 +225,11 @@ def _apply(sch: Schedule, primitive: type[Primitive], record: Record, what: str)
         identity = identify((*args, *kwargs.values()))
         made = dataclasses.replace(record, identity=identity)
         if perform(node, primitive, args, kwargs, made) is False:
-            raise SlapoError(f"{record.call()}: it could not, see the warning; fix what that names")
+            raise SlapoError(f"{record.call()} failed, see the warning; fix its cause")
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         message = str(error.args[0]) if error.args else ""
         where = f"{what} (recorded at {record.location})"
-        error.args = (f"{where}: {message}; the model is as it was", *error.args[1:])
+        error.args = (f"{where}: {message}; the model is unchanged", *error.args[1:])
         raise
     # Modules made by a function for their place may differ in size at this world size.
     made_here = any(isinstance(value, MadeBy) for value in record.given.values())

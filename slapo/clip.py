@@ -60,8 +60,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"clip_grad_norm_: got {type(model).__name__}; pass the model itself, instead of "
-            "its parameters: the norm of slices is taken by what their modules know"
+            f"clip_grad_norm_: got {type(model).__name__}; pass the model instead of its "
+            "parameters: only modules know which parameters are sharded"
         )
     if isinstance(max_norm, bool) or not max_norm > 0:
         raise ValueError(f"clip_grad_norm_: max_norm is {max_norm!r}; pass a number above 0")
@@ -99,8 +99,8 @@ def _shard_group(parameters: Iterable[nn.Parameter]) -> dist.ProcessGroup | None
     for param in parameters:
         if hasattr(param, "_is_flat_param") or type(param).__name__ == "FlatParameter":
             raise SlapoError(
-                "clip_grad_norm_: FullyShardedDataParallel has put parameters together, slices and "
-                "wholes; use fully_shard, or slapo.build(sch, target='torch', mesh=mesh, "
+                "clip_grad_norm_: FullyShardedDataParallel mixes sharded and replicated "
+                "parameters; use fully_shard, or slapo.build(sch, target='torch', mesh=mesh, "
                 "data_parallel='fsdp', clip_grad_norm=...)"
             )
         if is_sharded(param):
@@ -111,8 +111,8 @@ def _shard_group(parameters: Iterable[nn.Parameter]) -> dist.ProcessGroup | None
                     groups[tuple(dist.get_process_group_ranks(group))] = group
     if len(groups) > 1:
         raise SlapoError(
-            f"clip_grad_norm_: parameters are split over several groups, {sorted(groups)}; use one "
-            "mesh for all, or let slapo.build(sch, target='torch', clip_grad_norm=...) clip"
+            f"clip_grad_norm_: parameters are sharded over several groups, {sorted(groups)}; use "
+            "one mesh, or clip with slapo.build(sch, target='torch', clip_grad_norm=...)"
         )
     return next(iter(groups.values()), None)
 

@@ -24,8 +24,8 @@ from slapo.weights.meta import init_empty_weights
 
 #: Keys of ``apply_schedule`` that are not model families.
 _OTHERS = {
-    AUTO: "Any model: by the recipe of its family, or else a draft.",
-    DRAFT: "Any model: by a schedule that is derived from it, see slapo draft.",
+    AUTO: "Any model: the recipe of its family, or else a draft.",
+    DRAFT: "Any model: a schedule derived from it, see slapo draft.",
 }
 
 
@@ -45,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor = commands.add_parser("doctor", help="list versions, devices and missing packages")
     doctor.set_defaults(run=_doctor)
     _add_passed_on(commands, "dryrun", _dryrun, "memory and time of a step on a described cluster")
-    _add_passed_on(commands, "suggest", _suggest, "the fastest layouts of a model on so many GPUs")
+    _add_passed_on(commands, "suggest", _suggest, "the fastest layouts of a model for N GPUs")
     _add_passed_on(commands, "train", _train, "train a model from a folder on a text")
-    _add_passed_on(commands, "tune", _tune, "find the values with which a script trains fastest")
+    _add_passed_on(commands, "tune", _tune, "find the values that make a script train fastest")
     given = parser.parse_args(arguments)
     if given.command is None:
         parser.print_help()
@@ -67,11 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _add_check(commands: Any) -> None:
     check = commands.add_parser(
         "check",
-        help="refuse a wrong tensor-parallel schedule, on one process and without weights",
+        help="check a tensor-parallel schedule in one process and without weights",
         description=(
-            "Apply a schedule as one of many ranks would, follow every tensor through one forward "
-            "and backward pass, and refuse it if a gradient would not be that of the model. Runs "
-            "for the number of ranks and for two."
+            "Apply a schedule as one of many ranks would, follow every tensor through one "
+            "forward and backward pass, and refuse it if a gradient would differ from the "
+            "model's. Runs at the given number of ranks and at two."
         ),
     )
     check.add_argument(
@@ -108,15 +108,16 @@ def _add_draft(commands: Any) -> None:
         "draft",
         help="derive a tensor-parallel recipe for a model, prove it, and print it as a program",
         description=(
-            "The program goes to standard output, and to standard error what it shards, what stays "
-            "whole and why, and the verdict of slapo check. Runs on one process, without weights."
+            "Prints the program to standard output, and a summary of shards, replicated tensors "
+            "and the verdict of slapo check to standard error. Runs in one process, without "
+            "weights."
         ),
     )
     command.add_argument(
         "model",
         metavar="SCRIPT.py:FUNCTION|FOLDER",
-        help="a function without arguments that returns (model, example_inputs), or a model of "
-        "Transformers alone; or MODULE:FUNCTION; or a folder with a config.json",
+        help="a function without arguments that returns (model, example_inputs), or only a "
+        "Transformers model; or MODULE:FUNCTION; or a folder with a config.json",
     )
     _add_ranks(command)
     command.set_defaults(run=_draft)
@@ -163,8 +164,8 @@ def _to_draft(source: str) -> tuple[Any, Any]:
 def _add_draw(commands: Any) -> None:
     command = commands.add_parser(
         "draw",
-        help="draw a schedule: the module tree with what was applied, as one HTML page",
-        description="The page goes to standard output. Parameters are created without memory.",
+        help="draw a schedule: the module tree with applied primitives, as an HTML page",
+        description="Prints the page to standard output. Parameters take no memory.",
     )
     command.add_argument(
         "make",
@@ -188,8 +189,8 @@ def _draw(given: argparse.Namespace) -> int:
 def _add_recipes(commands: Any) -> None:
     recipes = commands.add_parser(
         "recipes",
-        help="list the model families that have a ready schedule, or show the table of one",
-        description="Keys of apply_schedule; with one of them, its table and all options.",
+        help="list the model families with a ready schedule, or show the table of one",
+        description="Keys of apply_schedule; with a key, its table and all options.",
     )
     recipes.add_argument("key", nargs="?", help="a family, such as llama")
     recipes.set_defaults(run=_recipes)
@@ -211,7 +212,7 @@ def _list_recipes() -> str:
     said = {**{key: description(key) for key in recipe_keys()}, **_OTHERS}
     width = max(map(len, said))
     lines = [f"{key:{width}}  {text}" for key, text in said.items()]
-    return "\n".join([*lines, "", "Table and options of one: slapo recipes KEY"])
+    return "\n".join([*lines, "", "Table and options of a key: slapo recipes KEY"])
 
 
 def _show_recipe(key: str) -> str:
@@ -247,8 +248,8 @@ def _add_inspect(commands: Any) -> None:
         "inspect",
         help="show the contents of a run, a saved step or a Hugging Face folder",
         description=(
-            "Step, layout, engine, optimizer, tensors and schedule of what engine.save has "
-            "written; of a folder with weights, what is in it."
+            "Step, layout, engine, optimizer, tensors and schedule of a checkpoint of "
+            "engine.save, or the contents of a folder with weights."
         ),
     )
     command.add_argument("folder", metavar="FOLDER", help="a run, one step in it, or weights")
@@ -344,4 +345,4 @@ def _load_module(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise _UsageError(f"{error}; run from the directory it is in, or give a .py file") from None
+        raise _UsageError(f"{error}; run from its directory, or pass a .py file") from None

@@ -17,7 +17,7 @@ _OPTIONAL = {
     "megatron-core": ("megatron", 'target="megatron"'),
     "triton": ("kernels", "fused kernels on CUDA"),
     "liger-kernel": ("kernels", "gated MLPs and RMS norms on CUDA"),
-    "xformers": ("kernels", "attention of xFormers on CUDA"),
+    "xformers": ("kernels", "xFormers attention on CUDA"),
     "optuna": ("tune", "slapo tune"),
     "matplotlib": ("tune", "plots of slapo tune and slapo dryrun"),
     "rich": ("examples", "examples/quickstart.py"),
@@ -30,7 +30,7 @@ def report() -> Iterator[str]:
     yield f"torch {torch.__version__} on {platform.platform()}"
     yield f"devices: {_devices()}"
     backends = [name for name in ("gloo", "nccl", "mpi") if _has_backend(name)]
-    yield f"backends of torch.distributed: {', '.join(backends) or 'none'}"
+    yield f"torch.distributed backends: {', '.join(backends) or 'none'}"
     missing: dict[str, list[str]] = {}
     for package, (extra, use) in _OPTIONAL.items():
         try:

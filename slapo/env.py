@@ -55,13 +55,13 @@ def setup(rank: int, world_size: int, backend: str = "nccl") -> None:
     """
     if not 0 <= rank < world_size:
         raise ValueError(
-            f"setup: rank {rank} is not among {world_size} processes; pass a rank from 0 to "
+            f"setup: rank {rank} is invalid for {world_size} processes; pass a rank from 0 to "
             "world_size - 1"
         )
     if dist.is_initialized():
         raise RuntimeError(
-            f"setup: there is a process group of {dist.get_world_size()} processes already; call "
-            "slapo.env.cleanup() first, or leave setup out"
+            f"setup: a process group of {dist.get_world_size()} processes is already "
+            "initialized; call slapo.env.cleanup() first, or skip setup"
         )
     _set_default("MASTER_ADDR", "localhost")
     _set_default("MASTER_PORT", str(_free_port() if world_size == 1 else 29500))
@@ -136,12 +136,11 @@ def _world_size(args: Any) -> int:
         found = getattr(args, "world_size", args)
     if isinstance(found, bool) or not isinstance(found, int):
         raise TypeError(
-            f"execute: nothing in {args!r} gives the number of processes; pass an object with an "
-            "integer as world_size, a mapping with that key, a tuple that begins with it, or the "
-            "number"
+            f"execute: {args!r} has no number of processes; pass an integer, a tuple that starts "
+            "with it, or a mapping or object with an integer world_size"
         )
     if found < 1:
-        raise ValueError(f"execute: world_size is {found}; pass a whole number from 1 up")
+        raise ValueError(f"execute: world_size is {found}; pass a positive integer")
     return found
 
 
@@ -149,7 +148,7 @@ def _launched_rank(world_size: int) -> int:
     launched = int(os.environ["WORLD_SIZE"])
     if launched != world_size:
         raise ValueError(
-            f"execute: world_size is {world_size}, and torchrun has started {launched} processes; "
+            f"execute: world_size is {world_size}, but torchrun started {launched} processes; "
             "make them equal, or start the script without torchrun"
         )
     return int(os.environ["RANK"])
@@ -193,7 +192,7 @@ def _free_port() -> int:
 
 def _nccl_or_gloo(rank: int) -> str:
     if not torch.cuda.is_available():
-        logger.info('backend "nccl" needs CUDA, which this machine lacks: "gloo" it is')
+        logger.info('backend "nccl" needs CUDA, which this machine lacks; using "gloo"')
         return "gloo"
     torch.cuda.set_device(rank % torch.cuda.device_count())
     return "cpu:gloo,cuda:nccl"

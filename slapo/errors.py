@@ -65,4 +65,4 @@ def with_nearest(name: str, known: Iterable[str], rest: str) -> str:
 def require_count(name: str, value: object) -> None:
     """Raise ValueError unless `value` is an integer of at least 1; bools are refused."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}; pass a whole number from 1 on")
+        raise ValueError(f"{name} is {value!r}; pass a positive integer")

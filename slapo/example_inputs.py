@@ -169,7 +169,7 @@ def example_inputs(
         main = sizes.main_input
         if main not in _BUILDERS or main not in parameters:
             raise TraceError(
-                f"no example inputs are known for {type(module).__name__}, whose main input is "
+                f"cannot create example inputs for {type(module).__name__}, whose main input is "
                 f"{main!r} in Transformers' models; pass example_inputs="
             )
         wanted = [main, *(["decoder_input_ids"] if not labels else ["labels"])]
@@ -219,7 +219,7 @@ def inputs_of_layer(
     is_layer = type(module).__module__.startswith("transformers.") and config is not None
     known = {"hidden_states", "position_embeddings", "attention_mask"}
     if not is_layer or "hidden_states" not in needed or needed - known:
-        raise TraceError("there is nothing to run it with; pass example_inputs")
+        raise TraceError("it has no example inputs; pass example_inputs")
     sizes = _Sizes(module, config)
     states = sizes.states()
     heads = sizes.read("num_attention_heads", "num_heads", default=1)

@@ -70,17 +70,17 @@ def test_within_torchrun_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> 
     seen: list[tuple[int, int]] = []
     env.execute(lambda rank, n: seen.append((rank, n)), 4)
     assert seen == [(3, 4)]
-    with pytest.raises(ValueError, match="world_size is 2, and torchrun has started 4"):
+    with pytest.raises(ValueError, match="world_size is 2, but torchrun started 4"):
         env.execute(print, 2)
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({}, "nothing in {} gives the number of processes"),
-        ((), "nothing in () gives the number of processes"),
-        ("2", "nothing in '2' gives the number of processes"),
-        (0, "world_size is 0; pass a whole number from 1 up"),
+        ({}, "{} has no number of processes"),
+        ((), "() has no number of processes"),
+        ("2", "'2' has no number of processes"),
+        (0, "world_size is 0; pass a positive integer"),
     ],
 )
 def test_how_many_has_to_be_said(args: Any, message: str) -> None:
@@ -94,7 +94,7 @@ def test_functions_that_other_processes_cannot_have() -> None:
 
 
 def test_a_rank_outside_and_a_second_group() -> None:
-    with pytest.raises(ValueError, match="rank 2 is not among 2 processes"):
+    with pytest.raises(ValueError, match="rank 2 is invalid for 2 processes"):
         env.setup(2, 2)
     env.setup(0, 1, "gloo")
     with pytest.raises(RuntimeError, match="already"):

@@ -281,7 +281,7 @@ def test_kernels_that_are_not_here(name: str, caplog: pytest.LogCaptureFixture) 
     with caplog.at_level("INFO", logger="slapo"):
         op = slapo.op.FlashAttentionOp(name, apply_causal_mask=True)
     assert op.attn_op_name == "auto"
-    assert f'attn_op_name={name!r} is "auto" here' in caplog.text
+    assert f'attn_op_name={name!r} means "auto" here' in caplog.text
     x = torch.randn(2, 5, 4, 8)
     assert torch.equal(op(x, x, x), slapo.op.FlashAttentionOp("auto", True)(x, x, x))
 

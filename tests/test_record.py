@@ -687,7 +687,7 @@ def test_packages_that_a_caller_allows(tmp_path: Path) -> None:
 def refused(
     model: nn.Module, record: Any, error: type[Exception], message: str, **given: Any
 ) -> None:
-    """The replay is refused, and the model is as it was."""
+    """The replay is refused, and the model is unchanged."""
     sch = slapo.create_schedule(model)
     before = fingerprint(sch)
     with pytest.raises(error, match=message):
@@ -734,7 +734,7 @@ ELSEWHERE = [
         Stack(depth=2),
         KeyError,
         r"replay: step 2 \(recorded at .*test_record.py:\d+\): no module at 'layers.2'; nearest "
-        r"paths are .*; the model is as it was",
+        r"paths are .*; the model is unchanged",
     ),
     (
         blocks,
@@ -742,7 +742,7 @@ ELSEWHERE = [
         nn.Sequential(nn.Linear(4, 7), nn.ReLU()),
         ValueError,
         r"replay: step 1 \(recorded at .*test_record.py:\d+\): sch\[\"0\"\].shard\("
-        r"tensor_name='weight', axis=0, blocks=4\): size 7 .*; the model is as it was",
+        r"tensor_name='weight', axis=0, blocks=4\): size 7 .*; the model is unchanged",
     ),
     (
         scaled_into_tanh,
@@ -838,7 +838,7 @@ def test_a_trace_that_fails() -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Sequential(nn.ReLU())))
     sch["0"].trace()
     model = nn.Sequential(DataDependent())
-    message = r"step 0 .*sch\[\"0\"\].trace\(\): it could not, see the warning"
+    message = r"step 0 .*sch\[\"0\"\].trace\(\) failed, see the warning"
     with pytest.warns(UserWarning, match="could not be traced"):
         refused(model, sch.record, slapo.SlapoError, message)
 
@@ -852,7 +852,9 @@ def test_what_is_no_record() -> None:
 
 def test_a_function_that_is_another_one_now(tmp_path: Path) -> None:
     edited = saved(tmp_path, lambda data: data["steps"][1].update(identity="of before"))
-    with pytest.warns(UserWarning, match="step 1, .*replace_all.*another one now") as caught:
+    with pytest.warns(
+        UserWarning, match="step 1, .*replace_all.*differs from the recorded one"
+    ) as caught:
         slapo.replay(stack(), edited, allow=["tests"])
     assert caught[0].filename == __file__
 
@@ -927,15 +929,16 @@ def test_other_numbers_of_ranks(fake_group: Any, size: int) -> None:
     [
         (
             lambda s: s["layers.0.drop"].replace(Heads(2)).set("heads", 2),
-            r"at world_size 2, and does not say what \[2\] would be at .*; record select\(path\)",
+            r"at world_size 2, and \[2\] may differ at .*; record select\(path\)",
         ),
         (
             lambda s: s.select("layers.*.drop").replace(make_heads).set("heads", 4),
-            r"step 3, .*\.set\(name='heads', value=4\).* 2, .*what \[4\] .*set\('heads', whole=",
+            r"step 3, .*\.set\(name='heads', value=4\).* 2, .*\[4\] may differ "
+            r".*set\('heads', whole=",
         ),
         (
             lambda s: s.replace_all(nn.Dropout, make_tanh, factor=2),
-            r"what \[2\] would be at world_size 4",
+            r"\[2\] may differ at world_size 4",
         ),
     ],
 )

@@ -220,7 +220,7 @@ def test_without_tqdm_nothing_is_printed(
 
 # --- mistakes ------------------------------------------------------------------------------------
 def test_mistakes() -> None:
-    with pytest.raises(ValueError, match="steps is 0; pass a whole number from 1 on"):
+    with pytest.raises(ValueError, match="steps is 0; pass a positive integer"):
         slapo.fit(engine(), batches(), steps=0)
     with pytest.raises(ValueError, match="save_every is True"):
         slapo.fit(engine(), batches(), steps=1, save_every=True)

@@ -115,7 +115,7 @@ def import_optuna() -> Any:
         import optuna
     except ImportError:
         raise MissingPackageError(
-            "the tuner needs optuna; install it by: pip install 'slapo[tune]'"
+            "the tuner needs optuna; install it with: pip install 'slapo[tune]'"
         ) from None
     return optuna
 
@@ -166,7 +166,7 @@ def locked(db: Path | None) -> Iterator[None]:
             ) from None
         except OSError as error:
             raise TuneError(
-                f"{db} cannot be written: {error.strerror}; name a file in a folder that can be"
+                f"{db} cannot be written: {error.strerror}; name a file in a writable folder"
             ) from None
         yield
 
@@ -223,7 +223,7 @@ def check_search(study: optuna.Study, db: Path | None, mine: Mapping[str, Any]) 
             )
         if old != new:
             raise TuneError(
-                f"{db} holds a search with another {what}: there {old}; here {new}. Name another "
+                f"{db} holds a search with another {what}: {old} there, {new} here; name another "
                 "database for this one"
             )
         if what not in held:
@@ -305,5 +305,7 @@ def _number(found: Any, name: str, values: dict[str, Any]) -> float:
         )
     number = finite_number(value.item() if hasattr(value, "item") else value)
     if number is None or number < 0:
-        raise TuneError(f"predict({values}) gave {name}={value!r}; give a finite number from 0 on")
+        raise TuneError(
+            f"predict({values}) gave {name}={value!r}; return a finite number, 0 or more"
+        )
     return number

@@ -101,11 +101,11 @@ def summary(result: Result) -> str:
     counts = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
     lines.append(f"{len(run)} trials of {result.size} points: {counts or 'none run'}")
     if result.does_not_fit:
-        lines.append(f"{result.does_not_fit} points do not fit by their prediction")
+        lines.append(f"{result.does_not_fit} points are predicted not to fit")
     for reason, number in Counter(result.refused).most_common(3):
         lines.append(f"{number} refused: {reason}")
     if result.foreign:
-        lines.append(f"{result.foreign} trials of the database are of points of another space")
+        lines.append(f"{result.foreign} trials of the database belong to another space")
     if not measured:
         firsts = {trial.outcome: trial for trial in reversed(run)}
         lines.append("no trial gave a result")

@@ -246,9 +246,9 @@ class _Search:
             now = by_answers.get(point_key(trial.parameters)) if trial.parameters else None
             if now is not None and now.key != trial.key:
                 raise TuneError(
-                    f"{db} is of another space: its trial {trial.number} ran "
-                    f"{dict(trial.values)}, of which the space now makes {dict(now.values)}; name "
-                    "another database, or restore the space"
+                    f"{db} belongs to another space: its trial {trial.number} ran "
+                    f"{dict(trial.values)}, which is now {dict(now.values)}; name another "
+                    "database, or restore the space"
                 )
             # In a space too large to enumerate, the names of the values identify its points.
             is_unseen = not self._survey.is_complete and frozenset(trial.values) in shapes
@@ -290,7 +290,7 @@ class _Search:
         self._ranked = [point for _, _, point in sorted(ranked, key=lambda entry: entry[:2])]
         self._does_not_fit = len(points) - len(ranked) - refused.total()
         if not self._ranked:
-            text = f"by their predictions none of {len(points)} points can run"
+            text = f"none of {len(points)} points is predicted to run"
             found_sizes = [found for found in map(self._predict, points) if not found.refused]
             if found_sizes:
                 text += f"; the smallest needs {min(found_sizes, key=lambda one: one.memory)}"
@@ -447,9 +447,9 @@ class _Search:
         is_silent = set(run) <= {"no_result", "garbage"} and len(run) >= min(2, self._total)
         if is_silent and trial.log:
             raise TuneError(
-                f"the script gives no result: {trial.reason}. Call "
-                "slapo.autotune.report_result(samples_per_second) at its end, or print a line such "
-                f'as {{"{self._metric}": 12.5}}; then start again with --retry. Its log: '
+                f"the script reports no result: {trial.reason}. Call "
+                "slapo.autotune.report_result(samples_per_second) at its end, or print a line "
+                f'such as {{"{self._metric}": 12.5}}; then restart with --retry. Its log: '
                 f"{trial.log}"
             )
         return self._error_stop == "all" and trial.is_failure

@@ -66,8 +66,8 @@ class Question:
 def _question(name: str, values: Sequence[Any]) -> Question:
     if isinstance(values, str | bytes | set | frozenset):
         raise TuneError(
-            f"choose({name!r}, {values!r}): the candidates are a {type(values).__name__}, which is "
-            "no list of values in an order; write [...]"
+            f"choose({name!r}, {values!r}): the candidates are a {type(values).__name__}, not an "
+            "ordered list of values; write [...]"
         )
     kept = values if isinstance(values, range) else tuple(values)
     try:
@@ -130,8 +130,8 @@ class Choices:
         asked, position = self.taken[name]
         if asked != question:
             raise TuneError(
-                f"{name!r} was chosen from {list(asked.values)} and is asked for from "
-                f"{list(question.values)} in the same point; give the second one another name"
+                f"{name!r} was chosen from {list(asked.values)} and then from "
+                f"{list(question.values)} in the same point; rename the second choice"
             )
         return asked.values[position]
 
@@ -215,7 +215,7 @@ def configured(what: str, where: Callable[[], str] = str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         raise TuneError(
             f"{what} failed with {type(error).__name__}: {error}{where()}; raise "
-            "slapo.autotune.Refused for what cannot run"
+            "slapo.autotune.Refused for invalid points"
         ) from error
 
 
@@ -256,7 +256,7 @@ def survey(
         reasons = "; ".join(f"{text} ({n} times)" for text, n in found.refused.most_common(3))
         what = "the space is empty"
         if not found.is_complete:
-            what = f"none of {sum(found.refused.values())} looks at this large space gave a point"
+            what = f"none of {sum(found.refused.values())} samples of this large space gave a point"
         raise TuneError(
             f"{what}: {reasons or 'nothing was asked for'}; loosen the constraint or give more "
             "candidates"

@@ -161,8 +161,8 @@ def _batch_sizes(get_bs_range: Callable[[Any], Any], args: Any) -> list[int]:
         smallest = largest = step = 0
     if smallest < 1 or step < 1 or largest < smallest:
         raise TuneError(
-            f"get_bs_range returned {found!r}, which holds no batch size; return three whole "
-            "numbers (smallest, largest, step) with 1 <= smallest <= largest and 1 <= step"
+            f"get_bs_range returned {found!r}, which holds no batch size; return three integers "
+            "(smallest, largest, step) with 1 <= smallest <= largest and 1 <= step"
         )
     return list(range(smallest, largest + 1, step))
 
@@ -212,7 +212,7 @@ def load_config(path: str | Path, args: Any = None) -> Config:
 
 def _import(path: Path) -> ModuleType:
     if not path.is_file():
-        raise TuneError(f"there is no configuration file {path}; name a Python file by --config")
+        raise TuneError(f"there is no configuration file {path}; pass a Python file as --config")
     name = f"slapo_tune_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

@@ -94,7 +94,7 @@ class Launcher:
                 _ = [self._filled(word, values) for word in self._words]
         except Refused as reason:
             raise TuneError(
-                f"{reason}; let the space give every point a value of it, or write a function "
+                f"{reason}; give it a value in every point of the space, or write a function "
                 "command(point)"
             ) from None
 
@@ -129,8 +129,8 @@ def _with_program(words: Sequence[str]) -> list[str]:
     beside = shutil.which(first, path=str(Path(sys.executable).parent))
     if beside is None:
         raise TuneError(
-            f"there is no script {first!r} in {Path.cwd()}, and no program of that name that can "
-            "be executed; name a file .py or .sh, or a program on the PATH, before its arguments"
+            f"there is no script {first!r} in {Path.cwd()}, and no executable of that name; name "
+            "a .py or .sh file, or a program on the PATH, before its arguments"
         )
     return [beside, *rest]
 
@@ -271,7 +271,7 @@ def run_command(
     entries = _entries(results)
     results.unlink(missing_ok=True)
     if code is None:
-        reason = f"it was ended after {timeout:g} s"
+        reason = f"it timed out after {timeout:g} s"
         return judged("timeout", reason=reason, seconds=seconds)
     return replace(_outcome(code, entries, _tail(log), metric), seconds=seconds)
 

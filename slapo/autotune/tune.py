@@ -39,26 +39,27 @@ def main(arguments: Sequence[str] | None = None, prog: str = "slapo tune") -> in
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Find the values with which a script trains fastest. A trial is a process that "
-        "gets them as JSON in SLAPO_TRIAL, and in its arguments instead of {name}. The same "
-        "command continues a search that was interrupted.",
+        description="Find the values that make a script train fastest. A trial is a process that "
+        "gets them as JSON in SLAPO_TRIAL, and in its arguments in place of {name}. The same "
+        "command resumes an interrupted search.",
     )
     add = parser.add_argument
     add("--config", required=True, metavar="FILE", help="a Python file with space(choose)")
-    add("--db", default="trials.db", metavar="FILE", help="file of the trials (%(default)s)")
-    add("--trials", type=int, metavar="N", help="points to run in all (a tenth, from 10 to 200)")
-    add("--timeout", type=float, default=1800.0, metavar="S", help="of a trial (%(default)s)")
-    add("--seed", type=int, default=0, help="of the sampler (%(default)s)")
-    add("--metric", default="throughput", help="the figure to maximize (%(default)s)")
-    add("--retry", action="store_true", help="run again what crashed, hung or gave no result")
+    add("--db", default="trials.db", metavar="FILE", help="database of trials (%(default)s)")
+    add("--trials", type=int, metavar="N", help="total points to run (a tenth, from 10 to 200)")
+    add(
+        "--timeout", type=float, default=1800.0, metavar="S", help="seconds per trial (%(default)s)"
+    )
+    add("--seed", type=int, default=0, help="sampler seed (%(default)s)")
+    add("--metric", default="throughput", help="figure to maximize (%(default)s)")
+    add("--retry", action="store_true", help="rerun trials that crashed, hung or gave no result")
     add(
         "--error-stop",
         choices=("none", "symbol", "all"),
         default="none",
-        help="after a trial that failed: continue; skip points that differ by a larger value of "
-        "one name; end",
+        help="after a failed trial: continue; skip points that differ only by a larger value; stop",
     )
-    add("script", nargs="?", help="the script of a trial: a file .py or .sh, or a program")
+    add("script", nargs="?", help="the script of a trial: a .py or .sh file, or a program")
     add("script_args", nargs=argparse.REMAINDER, help="its arguments")
     return parser
 
@@ -69,8 +70,8 @@ def _tune(given: argparse.Namespace) -> int:
     words = [] if given.script is None else [given.script, *given.script_args]
     if config.command is not None and words:
         raise TuneError(
-            f"{given.config} has command(point), and the command line a script, {given.script}; "
-            "leave one of them out"
+            f"{given.config} has command(point), but the command line has a script, "
+            f"{given.script}; leave one of them out"
         )
     result = search.tune(
         config.space,

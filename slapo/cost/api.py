@@ -150,8 +150,8 @@ def dryrun(
     """
     if dist.is_initialized() and (dist.get_world_size() > 1 or sizes_of(mesh)["tp"] > 1):
         raise SlapoError(
-            "slapo.dryrun needs a fake process group, and this process has a group already; "
-            "call it in a process of its own, or before init_process_group"
+            "slapo.dryrun needs a fake process group, but this process already has a group; "
+            "call it in a separate process, or before init_process_group"
         )
     node = machine_of(machine)
     layout = Layout(
@@ -218,8 +218,8 @@ class _DryRunSession:
             )
         if options and not isinstance(recipe, str):
             raise TypeError(
-                f"options {sorted(options)} are for recipes, and this is a function; bind them to "
-                "it by functools.partial"
+                f"options {sorted(options)} are for recipe keys, but recipe is a function; bind "
+                "them with functools.partial"
             )
         self.recipe, self.layout, self.machine = recipe, layout, machine
         self._source, self._inputs, self._loss_fn = source, inputs, loss_fn
@@ -271,8 +271,8 @@ class _DryRunSession:
         given = self._inputs(samples)
         if not isinstance(given, Mapping):
             raise TypeError(
-                f"inputs({samples}) returned a {type(given).__name__}; return a dict of what the "
-                "model is called with, by name"
+                f"inputs({samples}) returned a {type(given).__name__}; return a dict of the "
+                "model's keyword arguments"
             )
         tokens = given.get("input_ids")
         if isinstance(tokens, Tensor) and tokens.dim() == 2:
@@ -280,8 +280,8 @@ class _DryRunSession:
         sizes = {name: t.shape[0] for name, t in given.items() if isinstance(t, Tensor) and t.dim()}
         if any(size != samples for size in sizes.values()):
             raise ValueError(
-                f"inputs({samples}) returned tensors of {sizes} samples; make as many as it is "
-                "asked for, along the first dimension"
+                f"inputs({samples}) returned tensors of {sizes} samples; return as many as "
+                "requested, along the first dimension"
             )
         return given
 
@@ -396,20 +396,20 @@ class _DryRunSession:
         if pp == 1:
             if cuts is not None:
                 raise ValueError(
-                    f"pipeline_cuts={list(cuts)} and pp=1 make no pipeline; pass a mesh with "
+                    f"pipeline_cuts={list(cuts)} need stages, but pp=1; pass a mesh with "
                     f"pp={len(list(cuts)) + 1}, or leave the cuts out"
                 )
             return []
         if not regular or not small.costs:
             raise SlapoError(
-                f"pp={pp}, and {type(small.model).__name__} has no list of two layers or more "
-                "that run one after another, each once; pass pp=1"
+                f"pp={pp}, but {type(small.model).__name__} has no list of two or more layers "
+                "that run in order, each once; pass pp=1"
             )
         if cuts is not None:
             ends = chosen_cuts(cuts, [len(stack.stand_ins) for stack in small.stacks])
             if len(ends) != pp - 1:
                 raise ValueError(
-                    f"pipeline_cuts={list(cuts)} make {len(ends) + 1} stages, and the mesh has "
+                    f"pipeline_cuts={list(cuts)} make {len(ends) + 1} stages, but the mesh has "
                     f"pp={pp}"
                 )
             return ends
@@ -432,9 +432,9 @@ def _dtype_of(dtype: torch.dtype | None, own: Options) -> torch.dtype | None:
     """Return the dtype from the argument or from an option of the recipe."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(
-            f"dtype is {dtype!r}; pass a torch.dtype of floating point, such as torch.bfloat16"
+            f"dtype is {dtype!r}; pass a floating-point torch.dtype, such as torch.bfloat16"
         )
     half = torch.bfloat16 if own.bf16 else torch.float16 if own.fp16 else dtype
     if dtype not in (None, half):
-        raise ValueError(f"dtype={dtype} and an option ask for different types; pass one of them")
+        raise ValueError(f"dtype={dtype} and an option request different dtypes; pass one of them")
     return half

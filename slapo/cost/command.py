@@ -22,8 +22,8 @@ from slapo.cost.suggestions import suggest
 from slapo.errors import MissingPackageError, SlapoError
 
 _MACHINES = (
-    f"of {', '.join(MACHINES)}; here, which measures this one; or four numbers: bytes of memory, "
-    "operations per second, bytes per second of memory and of links (%(default)s)"
+    f"one of {', '.join(MACHINES)}; here, to measure this machine; or four numbers: bytes of "
+    "memory, operations per second, bytes per second of memory and of links (%(default)s)"
 )
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -53,18 +53,18 @@ def suggest_main(arguments: Sequence[str] | None = None) -> int:
     """Run ``slapo suggest``; exit status 0, 1 if no layout fits, 2 for wrong usage."""
     parser = argparse.ArgumentParser(
         prog="slapo suggest",
-        description="The layouts of a model on so many GPUs, by predicted tokens per second, and "
-        "the lines to type for the fastest: no weights, no GPU.",
-        epilog="The status is 1 if none fits; the output then lists what would.",
+        description="Rank layouts of a model on N GPUs by predicted tokens per second, and print "
+        "the code for the fastest: no weights, no GPU.",
+        epilog="The status is 1 if none fits; the output then suggests what would.",
     )
-    parser.add_argument("config", help="a config.json of Transformers, or the folder of one")
+    parser.add_argument("config", help="a config.json of Transformers, or its folder")
     parser.add_argument("--machine", default="h100-80gb", help=_MACHINES)
     parser.add_argument("--gpus", type=int, default=8, help="number of devices (%(default)s)")
-    parser.add_argument("--seq", type=int, help="tokens of a sample; by default at most 4096")
-    parser.add_argument("--batch", type=int, help="samples of a step in all; 8 for each device")
+    parser.add_argument("--seq", type=int, help="tokens per sample; by default at most 4096")
+    parser.add_argument("--batch", type=int, help="total samples per step; 8 per device")
     parser.add_argument("--key", default="auto", help="a recipe (slapo recipes; %(default)s)")
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16")
-    parser.add_argument("--count", type=int, default=10, help="lines of the table (%(default)s)")
+    parser.add_argument("--count", type=int, default=10, help="rows of the table (%(default)s)")
     given = parser.parse_args(arguments)
     try:
         found = suggest(
@@ -88,15 +88,15 @@ def _run(given: argparse.Namespace) -> DryRun:
     sizes = {"pp": given.pp, "dp": 1 if given.dp is None else given.dp, "tp": given.tp}
     for name, size in sizes.items():
         if size < 1:
-            raise ValueError(f"--{name} is {size}; give a whole number from 1 on")
+            raise ValueError(f"--{name} is {size}; pass a positive integer")
     if given.nodes is not None:
         if given.dp is not None:
             raise ValueError("--dp follows from --nodes; give one of them")
         ranks, model = given.nodes * machine.devices, given.pp * given.tp
         if given.nodes < 1 or ranks % model:
             raise ValueError(
-                f"--nodes {given.nodes} of {machine.devices} devices are {ranks} ranks, which "
-                f"--pp {given.pp} times --tp {given.tp} = {model} does not divide"
+                f"--nodes {given.nodes} of {machine.devices} devices are {ranks} ranks, not "
+                f"divisible by --pp {given.pp} times --tp {given.tp} = {model}"
             )
         sizes["dp"] = ranks // model
     return dryrun(
@@ -139,11 +139,11 @@ def config_of(path: str) -> Any:
     except ImportError as error:
         raise MissingPackageError("configs need transformers: pip install 'slapo[hf]'") from error
     if not Path(path).exists():
-        raise ValueError(f"there is no file {path}; give a config.json of Transformers")
+        raise ValueError(f"there is no file {path}; pass a config.json of Transformers")
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # the exception type for a wrong entry depends on the family
-        raise ValueError(f"{path} is not a config of Transformers: {error}") from None
+        raise ValueError(f"{path} is not a Transformers config: {error}") from None
 
 
 def _options(given: argparse.Namespace) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def _options(given: argparse.Namespace) -> dict[str, Any]:
     for text in given.option:
         name, equals, value = text.partition("=")
         if name in options or name in inspect.signature(dryrun).parameters:
-            raise ValueError(f"--option {text} has an option of its own; leave --option out")
+            raise ValueError(f"--option {text} has a flag of its own; leave --option out")
         if not equals:
             raise ValueError(f"--option {text} is not NAME=VALUE, such as fused_loss=True")
         try:
@@ -170,19 +170,19 @@ def _parser() -> argparse.ArgumentParser:
         epilog="The status is 1 if it does not fit.",
     )
     parser.add_argument("key", help="a recipe's key (slapo recipes), or auto")
-    parser.add_argument("config", help="a config.json of Transformers, or the folder of one")
+    parser.add_argument("config", help="a config.json of Transformers, or its folder")
     parser.add_argument(
         "--machine",
         default="h100-80gb",
         help=_MACHINES,
     )
-    parser.add_argument("--nodes", type=int, help="machines: fills them with replicas")
+    parser.add_argument("--nodes", type=int, help="machines, filled with replicas")
     for name, what in (("pp", "stages"), ("tp", "tensor-parallel ranks")):
         parser.add_argument(f"--{name}", type=int, default=1, help=what)
     parser.add_argument("--dp", type=int, help="replicas, instead of --nodes")
-    parser.add_argument("--batch", type=int, default=1, help="samples of a replica in a step")
-    parser.add_argument("--micro-batches", type=int, default=1, help="into which they are cut")
-    parser.add_argument("--seq-len", type=int, default=1024, help="tokens of a sample")
+    parser.add_argument("--batch", type=int, default=1, help="samples per replica and step")
+    parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches per step")
+    parser.add_argument("--seq-len", type=int, default=1024, help="tokens per sample")
     parser.add_argument("--dtype", choices=_DTYPES, default="bf16")
     parser.add_argument("--target", choices=TARGETS, default="torch", help="the engine")
     parser.add_argument("--data-parallel", choices=DATA_PARALLEL, default="ddp")
@@ -194,5 +194,5 @@ def _parser() -> argparse.ArgumentParser:
         "--option", action="append", default=[], metavar="NAME=VALUE", help="of the recipe"
     )
     parser.add_argument("--json", action="store_true", help="print data instead of the table")
-    parser.add_argument("--plot", metavar="FILE", help="draw a bar of memory for each stage")
+    parser.add_argument("--plot", metavar="FILE", help="plot the memory of each stage")
     return parser

@@ -59,8 +59,8 @@ class Layout:
             require_count("seq_len" if name == "length" else name, value)
         if self.batch % self.micro_batches:
             raise ValueError(
-                f"batch={self.batch} samples make no {self.micro_batches} equal micro-batches; "
-                "pass a batch that micro_batches divides"
+                f"batch={self.batch} samples cannot form {self.micro_batches} equal "
+                "micro-batches; pass a multiple of micro_batches"
             )
         choices = {"schedule": SCHEDULES, "target": TARGETS, "data_parallel": DATA_PARALLEL}
         for name, known in {**choices, "zero": (0, 1, 2, 3)}.items():
@@ -70,19 +70,19 @@ class Layout:
                 )
         if self.target == "torch" and self.schedule == "1f1b" and self.micro_batches < self.pp:
             raise ValueError(
-                f"target 'torch' runs 1F1B with at least as many micro-batches as stages, and "
+                "target 'torch' runs 1F1B with at least as many micro-batches as stages, but "
                 f"micro_batches={self.micro_batches} < pp={self.pp}; raise it, or pass "
                 "schedule='gpipe'"
             )
         if self.zero > {"deepspeed": 3, "megatron": 1, "torch": 0}[self.target]:
             raise ValueError(
-                f"zero={self.zero} and target={self.target!r} do not go together; ZeRO 1 to 3 are "
-                "DeepSpeed's, zero=1 is also Megatron's distributed optimizer"
+                f"zero={self.zero} does not work with target={self.target!r}; ZeRO 1 to 3 need "
+                "DeepSpeed, zero=1 is also Megatron's distributed optimizer"
             )
         if self.data_parallel == "fsdp" and self.target != "torch":
-            raise ValueError("data_parallel='fsdp' goes with target='torch'; leave one out")
+            raise ValueError("data_parallel='fsdp' needs target='torch'; change one of them")
         if self.zero > 1 and self.pp > 1:
-            raise ValueError(f"DeepSpeed's pipelines have no ZeRO {self.zero}; pass zero=1 or pp=1")
+            raise ValueError(f"DeepSpeed's pipelines lack ZeRO {self.zero}; pass zero=1 or pp=1")
 
     @property
     def ranks(self) -> int:

@@ -108,9 +108,9 @@ class Machine:
             "a share up to 1", lambda v: _is_positive(v) and v <= 1,
             "reached_flops", "reached_bandwidth",
         )  # fmt: skip
-        self._require("a number from 0 on", _is_number, "overhead", "half_at")
+        self._require("a number of 0 or more", _is_number, "overhead", "half_at")
         self._require(
-            "two numbers from 0 on: within a node, and between nodes",
+            "two numbers of 0 or more: within and between nodes",
             lambda v: isinstance(v, (tuple, list)) and len(v) == 2 and all(map(_is_number, v)),
             "latency",
         )
@@ -269,8 +269,8 @@ def machine_of(given: str | Machine) -> Machine:
     if not isinstance(given, str) or given not in MACHINES:
         known = list(MACHINES)
         rest = (
-            f"there is no machine {given!r}; there are {known}, and Machine(name, memory, flops, "
-            "bandwidth, inside) makes another"
+            f"there is no machine {given!r}; pass one of {known}, or Machine(name, memory, "
+            "flops, bandwidth, inside)"
         )
         raise KeyError(with_nearest(str(given), known, rest))
     return MACHINES[given]

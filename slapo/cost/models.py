@@ -68,13 +68,13 @@ def whole_on_meta(source: Source) -> nn.Module:
     except (ArithmeticError, AttributeError, RuntimeError, AssertionError) as error:
         name = getattr(source, "__name__", type(source).__name__)
         raise ValueError(
-            f"{name} makes no model: {type(error).__name__}: {str(error)[:400]}"
+            f"{name} cannot make a model: {type(error).__name__}: {str(error)[:400]}"
         ) from error
     if not isinstance(made, nn.Module):
         given = f"made a {type(made).__name__}" if made is not None else f"is {source!r:.80}"
         raise TypeError(
-            f"model_config {given}; pass a config of Transformers, or a function without "
-            "arguments that returns an nn.Module"
+            f"model_config {given}; pass a Transformers config, or a function without arguments "
+            "that returns an nn.Module"
         )
     return made.train()
 
@@ -111,7 +111,7 @@ def training_inputs(model: Any, batch: int = 3, length: int = 13) -> dict[str, T
     if name not in ("input_ids", "pixel_values") or several:
         raise TypeError(
             f"cannot tell which inputs {type(model).__name__} expects; pass inputs=f, where "
-            "f(batch) returns a dict of all that the model is trained with, labels included"
+            "f(batch) returns a dict of all its training inputs, labels included"
         )
     sizes: Any = {"batch": batch, "length": length, "decoder_length": length}
     dtype = torch.get_default_dtype()
@@ -135,7 +135,7 @@ def check_length(model: Any, length: int) -> None:
         rows += [stated for b in model.buffers() if b.dim() == 2 and len(b) == stated]
         if rows and length > min(rows):
             raise ValueError(
-                f"seq_len={length}, and {type(model).__name__} has {min(rows)} positions; pass "
+                f"seq_len={length}, but {type(model).__name__} has {min(rows)} positions; pass "
                 f"seq_len={min(rows)} or less, or a config with more {name}"
             )
 

@@ -132,8 +132,8 @@ def run(
             except (RuntimeError, AttributeError, IndexError, AssertionError, ValueError) as error:
                 raise SlapoError(
                     f"{type(model).__name__} could not run on fake tensors: "
-                    f"{type(error).__name__}: {str(error)[:400]}; if training fails so too, fix it "
-                    "there, otherwise the model needs tensor values and cannot be dry-run"
+                    f"{type(error).__name__}: {str(error)[:400]}; if training fails too, fix it "
+                    "there, otherwise the model reads tensor values and cannot be dry-run"
                 ) from error
 
 

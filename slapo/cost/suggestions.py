@@ -237,24 +237,25 @@ def _advice(ask: _Search, closest: Suggestion, gpus: int) -> str:
     """Suggest more devices, or shorter samples."""
     run = closest.dry_run
     lines = [
-        f"nothing fits: {run.model} takes {size_of(run.peak)} of {size_of(run.machine.memory)} on "
-        f"{gpus} x {run.machine.name} at least, with {_described(closest)}"
+        f"nothing fits: {run.model} takes at least {size_of(run.peak)} of "
+        f"{size_of(run.machine.memory)} on {gpus} x {run.machine.name}, with "
+        f"{_described(closest)}"
     ]
     count = 2 * gpus
     while count <= MOST_GPUS:
         more = ask.over(count, SAMPLES * count, None, only_least=True)
         if more.fitting:
-            lines.append(f"what would: {count} of them, with {_described(more.best)}")
+            lines.append(f"would fit: {count} of them, with {_described(more.best)}")
             break
         count *= 2
     for part in (2, 4, 8) if ask.length >= 64 else ():
         shorter = replace(ask, length=ask.length // part)
         less = shorter.over(gpus, SAMPLES * gpus, None, only_least=True)
         if less.fitting:
-            lines.append(f"what would: seq_len={shorter.length}, with {_described(less.best)}")
+            lines.append(f"would fit: seq_len={shorter.length}, with {_described(less.best)}")
             break
     if len(lines) == 1:
-        lines.append("a device with more memory, or a smaller model, would")
+        lines.append("a smaller model or a device with more memory would")
     return "\n".join(lines)
 
 
@@ -336,7 +337,7 @@ class _Search:
         tp, pp, dp, batch, micro = layout
         options: dict[str, Any] = {**self.options, **({"ckpt_ratio": ratio} if ratio else {})}
         spread: dict[str, Any] = {"sequence_parallel": True}
-        said = f"{batch} samples make no micro-batches of {micro} on {dp} replicas"
+        said = f"{batch} samples cannot form micro-batches of {micro} on {dp} replicas"
         for more in (spread, {}) if tp > 1 else ({},):
             if batch % (dp * micro):
                 break

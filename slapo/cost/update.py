@@ -135,8 +135,8 @@ def _stepped(
             except Exception as error:
                 raise SlapoError(
                     f"{type(optimizer).__name__} could not step on fake tensors: "
-                    f"{type(error).__name__}: {str(error)[:200]}; pass another optimizer that "
-                    "keeps as much for each parameter"
+                    f"{type(error).__name__}: {str(error)[:200]}; pass another optimizer with "
+                    "the same state per parameter"
                 ) from error
         return kept - before, meter.peak - kept, tuple(meter.kernels)
 

@@ -22,7 +22,7 @@ from slapo.op.cross_entropy import IGNORED
 
 _EXPECTED = (
     "(inputs, targets), where inputs is a tensor, a tuple of positional arguments or a dict of "
-    "keyword arguments of the model, and targets is what loss_fn takes"
+    "keyword arguments of the model, and targets is passed to loss_fn"
 )
 
 
@@ -190,9 +190,8 @@ class Batch:
         size = self.samples()
         if size < micro_batches:
             raise ValueError(
-                f"a batch of {size} samples cannot be cut in micro_batches={micro_batches} "
-                f"({self._sizes()}); change either, or drop the last batch of the data "
-                "(drop_last=True)"
+                f"a batch of {size} samples cannot be split into micro_batches={micro_batches} "
+                f"({self._sizes()}); change either, or drop the last batch (drop_last=True)"
             )
         return divmod(size, micro_batches)
 
@@ -213,12 +212,11 @@ class Batch:
         }
         if len(sizes) != 1:
             raise ValueError(
-                f"the tensors of the batch differ in their first size ({self._sizes()}), which is "
-                "the one that is cut in micro-batches; expand all of them to the batch size, or "
+                f"the tensors of the batch differ in their first dimension ({self._sizes()}), "
+                "which is split into micro-batches; expand all of them to the batch size, or "
                 f"{_DECLARE}"
                 if sizes
-                else "the batch has no tensor to cut in micro-batches; pass tensors, or "
-                "micro_batches=1"
+                else "the batch has no tensor to split; pass tensors, or micro_batches=1"
             )
         (size,) = sizes
         axes = tuple(
@@ -227,7 +225,7 @@ class Batch:
         )
         if any(axes) and 0 not in axes and not declared:
             raise ValueError(
-                f"no input has its first size like the targets ({self._sizes()}); pass as many of "
+                f"no input has the targets' first dimension ({self._sizes()}); pass as many of "
                 f"both, or {_DECLARE}"
             )
         return axes
@@ -251,8 +249,8 @@ class Batch:
             )
             if rises and int(leaf[-1]) in tokens:
                 raise ValueError(
-                    f"{path} rises to {int(leaf[-1])}, the number of tokens in the batch: these "
-                    "are ends of documents, which mean nothing in a micro-batch. Pass "
+                    f"{path} rises to {int(leaf[-1])}, the number of tokens in the batch, so it "
+                    "holds document ends, which are invalid in a micro-batch; pass "
                     f"micro_batches=1, or {_DECLARE}"
                 )
 
@@ -273,8 +271,8 @@ class Batch:
 
 
 _DECLARE = (
-    "pass build batch_dims={name: axis} for tensors whose samples are elsewhere, or {name: None} "
-    "for one that each micro-batch gets whole"
+    "pass batch_dims={name: axis} to build if samples are along another axis, or {name: None} "
+    "to give each micro-batch the full tensor"
 )
 
 
@@ -295,7 +293,7 @@ def _axis_of(path: str, leaf: Any, size: int) -> int | None:
     which = f"{len(axes)} of its axes have" if axes else "none of its axes has"
     remedy = _DECLARE if axes else f"expand it to the batch size, or {_DECLARE}"
     raise ValueError(
-        f"{path} is of shape {shape}, and {which} the size of the batch, {size}, which is cut in "
+        f"{path} has shape {shape}, and {which} the batch size, {size}, which is split into "
         f"micro-batches; {remedy}"
     )
 
@@ -313,7 +311,7 @@ def next_batch(data_iter: Iterator[Any]) -> Any:
         return next(data_iter)
     except StopIteration:
         raise SlapoError(
-            "data_iter has no further batch; pass a fresh iter(data_loader) for the next epoch"
+            "data_iter has no more batches; pass a fresh iter(data_loader) for the next epoch"
         ) from None
 
 
@@ -352,10 +350,10 @@ class BatchCheck:
         all_ranks_or_none(what, ready, self.group)
         same_on_all_ranks(
             f"{what}: the batch of data-parallel coordinate {self._dp}",
-            f"{_describe(batch)} of checksum {digest[2]:x}",
+            f"{_describe(batch)} with checksum {digest[2]:x}",
             self.group,
-            "seed and shard the data by mesh.get_local_rank('dp'), so that the pp and tp ranks of "
-            "one coordinate read the same",
+            "seed and shard the data by mesh.get_local_rank('dp'), so that pp and tp ranks of "
+            "one coordinate read the same data",
         )
 
 
@@ -394,7 +392,7 @@ def _pair(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, Mapping):
         labels = "labels" if "labels" in batch else "its targets"
         raise TypeError(
-            f"the batch is a {type(batch).__name__} with {sorted(map(str, batch))}; make it the "
+            f"the batch is a {type(batch).__name__} with {sorted(map(str, batch))}; pass the "
             f"pair (inputs, targets): take {labels} out of the mapping and pass them second"
         )
     size = f" of length {len(batch)}" if isinstance(batch, (tuple, list)) else ""

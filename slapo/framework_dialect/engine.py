@@ -172,8 +172,8 @@ class Engine:
             self._check_ready("train_batch")
             if self._backwards:
                 raise SlapoError(
-                    f"train_batch: {self._backwards} backward() before were not followed by "
-                    "step(), and their gradients would be added to this batch's; call step() first"
+                    f"train_batch: {self._backwards} earlier backward() calls were not followed "
+                    "by step(), and their gradients would add to this batch's; call step() first"
                 )
             batch = self._load("train_batch", data_iter, cut_evenly=True)
             self._set_training()
@@ -333,9 +333,9 @@ class Engine:
         if len({int(part.sum()) for part in lengths}) > 1:
             self._has_warned = True
             logger.warning(
-                "micro-batches have different numbers of tokens, and their mean losses count "
-                "equally: the batch has no integer labels to weight them by. Let loss_fn return "
-                '(sum, count), or pass loss_mean="micro_batches" if this is intended'
+                "micro-batches have different numbers of tokens, but their mean losses have "
+                "equal weights: the batch has no integer labels to count. Return (sum, count) "
+                'from loss_fn, or pass loss_mean="micro_batches" if this is intended'
             )
 
     def _check_form(self, batch: Batch, cut_evenly: bool) -> None:
@@ -397,9 +397,9 @@ class Engine:
         loss = self._tally.add(self.options.loss_fn(output, targets), weight)
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise ValueError(
-                "loss_fn returned a loss without a gradient, by which nothing can train; compute "
-                "it from the model's output, without detach() or item(), and see that some "
-                "parameter needs a gradient"
+                "loss_fn returned a loss that does not require a gradient; compute it from the "
+                "model's output, without detach() or item(), and check that some parameter "
+                "requires a gradient"
             )
         return loss
 
@@ -407,7 +407,7 @@ class Engine:
         """Put the model in train mode: ``from_pretrained`` leaves it in eval mode."""
         parts: Sequence[nn.Module] = list(self.lowering.stages.values()) or [self.module]
         if not all(part.training for part in parts):
-            logger.warning("train_batch puts the model, which is in eval mode, in train mode")
+            logger.warning("the model is in eval mode; train_batch switches it to train mode")
             self.train()
 
     # --- as a module -------------------------------------------------------------------------
@@ -438,9 +438,7 @@ class Engine:
         with self._running():
             self._check_ready("step()")
             if not self._backwards:
-                raise SlapoError(
-                    "step() has no gradients to go by; call engine.backward(loss) before it"
-                )
+                raise SlapoError("step() has no gradients; call engine.backward(loss) first")
             self._backwards = 0
             with self._all_or_nothing():
                 self._step()
@@ -484,8 +482,8 @@ class Engine:
         """Refuse a surrounding autocast context, which would not cover all stages and losses."""
         if torch.is_autocast_enabled(self.device.type):
             raise SlapoError(
-                f"{what} was called inside of torch.autocast; call it outside, and pass build "
-                "the compute dtype: autocast= (target 'torch') or dtype="
+                f"{what} was called inside torch.autocast; call it outside, and pass the compute "
+                "dtype to build: autocast= (target 'torch') or dtype="
             )
 
     # --- failures ----------------------------------------------------------------------------
@@ -494,8 +492,8 @@ class Engine:
             raise SlapoError(f"{what} needs an optimizer; build with optimizer=")
         if self._failure is not None:
             raise SlapoError(
-                f"{what}: a step before has failed with {self._failure}, and gradients of parts of "
-                "it are left in this engine; build a new one, and load the state of the last step"
+                f"{what}: an earlier step failed with {self._failure} and left partial gradients "
+                "in this engine; build a new engine, and load the state of the last step"
             )
         if self.options.is_checked(self.step_count):
             known = self._known_parameters
@@ -527,8 +525,8 @@ class Engine:
         if text is not None:
             raise on_every_rank(
                 SlapoError(
-                    f"the norm of the gradient is {text} at step {self.step_count}; the parameters "
-                    "are those of before. Look at the batch and the learning rate, or pass "
+                    f"the gradient norm is {text} at step {self.step_count}, and the parameters "
+                    "are unchanged; check the batch and the learning rate, or pass "
                     'nonfinite="skip"'
                 )
             )
@@ -687,12 +685,12 @@ class Engine:
         """Refuse an engine whose last step has failed or is unfinished."""
         if self._failure is not None:
             raise SlapoError(
-                f"{what}: a step before has failed with {self._failure}; build a new engine, and "
-                "load the last step that was saved"
+                f"{what}: an earlier step failed with {self._failure}; build a new engine, and "
+                "load the last saved step"
             )
         if self._backwards:
             raise SlapoError(
-                f"{what}: {self._backwards} backward() before were not followed by step(), and "
+                f"{what}: {self._backwards} earlier backward() calls lack a step(), and "
                 "gradients are not saved; call step() first"
             )
 

@@ -66,7 +66,7 @@ class Failures:
                 raise
             if is_broken_collective(error):
                 first_line = str(error).strip().partition("\n")[0]
-                text = f"{self._cause()}; this rank cannot go on, and noticed by: "
+                text = f"{self._cause()}; this rank stops with "
                 # Every other rank detects the failure by itself.
                 raise on_every_rank(
                     SlapoError(f"{text}{type(error).__name__}: {first_line}")
@@ -96,7 +96,7 @@ class Failures:
         keeper = self._describe(0)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             keeper = "the launcher"
-        cause = f"{keeper}, which keeps the store of the job, is gone"
+        cause = f"{keeper}, which hosts the job's store, is gone"
         with suppress(RuntimeError):
             self._store.set(f"waiting/{self._rank}", "")
             while time.monotonic() < deadline:
@@ -117,9 +117,9 @@ class Failures:
         others = [rank for rank in range(dist.get_world_size()) if rank != self._rank]
         silent = [self._describe(r) for r in others if not self._store.check([f"waiting/{r}"])]
         if not silent:
-            return "every rank waits for another, and none has reported an error"
+            return "all ranks wait for each other, and none reported an error"
         shown = f"{', '.join(silent[:4])}{' and others' if silent[4:] else ''}"
-        return f"no response from {shown}, which may hang, or be lost with a machine"
+        return f"no response from {shown}, which may be hanging or on a lost machine"
 
     def _running(self) -> list[int]:
         return [rank for rank in range(dist.get_world_size()) if self._is_running(rank)]

@@ -78,10 +78,10 @@ class GradientCheck:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise on_every_rank(
                 PlacementError(
-                    f"the gradients of {', '.join(map(repr, wrong[:3]))}{more} differ between the "
-                    "tensor-parallel ranks, each of which holds these parameters whole. A sync is "
-                    "missing, which slapo.check(sch, example_inputs) names before build; or the "
-                    "ranks got different batches",
+                    f"the gradients of {', '.join(map(repr, wrong[:3]))}{more}, which are "
+                    "replicated, differ between tensor-parallel ranks; a sync is missing, which "
+                    "slapo.check(sch, example_inputs) finds before build, or the ranks got "
+                    "different batches",
                     wrong[0].rpartition(".")[0],
                 )
             )

@@ -39,8 +39,8 @@ class LossAccumulator:
         counts = isinstance(returned, (tuple, list)) and len(returned) == 2
         if self.counts not in (None, counts):
             raise ValueError(
-                "loss_fn returned one number for a micro-batch and (sum, count) for another of the "
-                "same batch; return the same for all"
+                "loss_fn returned a number for one micro-batch and (sum, count) for another in "
+                "the batch; return the same for all"
             )
         self.counts = counts
         if counts:
@@ -111,8 +111,8 @@ class LossReducer:
             total = tally.total
             if self.counts not in (None, tally.counts):
                 raise ValueError(
-                    "loss_fn returned one number for a batch and (sum, count) for another; return "
-                    "the same for all: ranks without a loss go by what the first one was"
+                    "loss_fn returned a number for one batch and (sum, count) for another; "
+                    "return the same kind for all: ranks without a loss rely on the first one"
                 )
             own = found[self._place]
             own[0], own[1], own[2] = total, tally.count, float(bool(tally.counts))
@@ -126,10 +126,9 @@ class LossReducer:
             shown = ", ".join(f"{mean:.6g}" for mean in means)
             raise on_every_rank(
                 SlapoError(
-                    f"tensor-parallel ranks computed different losses of the same batch: {shown}; "
-                    "the schedule shards something without the collective that makes it whole "
-                    "again, or their random numbers differ outside of fork_rng(). slapo.Verify "
-                    "finds the module"
+                    "tensor-parallel ranks computed different losses for the same batch: "
+                    f"{shown}; the schedule lacks a collective after a shard, or random numbers "
+                    "differ outside of fork_rng(). Find the module with slapo.Verify"
                 )
             )
 
@@ -173,14 +172,14 @@ class PendingLoss:
 def _one_number(loss: Any) -> Tensor:
     if loss is None:
         raise ValueError(
-            "loss_fn returned None; a model of Transformers has no loss where the batch has no "
-            "'labels', and a function needs a return"
+            "loss_fn returned None; add 'labels' to the batch of a Transformers model, or a "
+            "return to the function"
         )
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(
-            f"loss_fn returned {shown}; it must return one number, the mean over a micro-batch, or "
-            "(sum, count) of what the mean is over"
+            f"loss_fn returned {shown}; it must return one number, the mean over a micro-batch, "
+            "or the (sum, count) of that mean"
         )
     # Each operation adds a node to the backward pass, so reshape only if needed.
     loss = loss.reshape(()) if loss.dim() else loss

@@ -56,9 +56,8 @@ def place_steps(
     if flat is not None:
         raise on_every_rank(
             SlapoError(
-                f"{type(optimizer).__name__} computes a step from whole tensors, and {flat}; pass "
-                "an optimizer that treats each element by itself, as AdamW does, or build for "
-                'target="torch"'
+                f"{type(optimizer).__name__} computes steps from whole tensors, but {flat}; pass "
+                'an elementwise optimizer such as AdamW, or build for target="torch"'
             )
         )
     if furthest == MODEL and (is_sliced or lowering.n_stages > 1):
@@ -74,8 +73,8 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optim
     if optimizer not in found and any(optimizer.state.values()):
         inner = [type(each).__name__ for each in found]
         raise SlapoError(
-            f"{type(optimizer).__name__} keeps state of its own beside that of its {inner}, which "
-            "cannot be saved; let one of them keep it"
+            f"{type(optimizer).__name__} keeps state besides that of its {inner}, which cannot "
+            "be saved; keep it in only one of them"
         )
     return found
 
@@ -99,8 +98,8 @@ def _make_optimizer(
     needed = _needed_arguments(optimizer.step)
     if needed:
         raise TypeError(
-            f"{type(optimizer).__name__}.step() needs {needed}: it computes the loss several times "
-            "in a step, and an engine does so once; pass another optimizer"
+            f"{type(optimizer).__name__}.step() needs {needed}: it computes the loss several "
+            "times per step, but an engine does so once; pass another optimizer"
         )
     return optimizer
 
@@ -131,9 +130,9 @@ def check_scheduler(scheduler: Any) -> None:
     needed = _needed_arguments(scheduler.step)
     if needed:
         raise TypeError(
-            f"{type(scheduler).__name__}.step() needs {needed}, and the engine steps schedulers "
-            "without arguments; leave out lr_scheduler, make this one around engine.optimizer, and "
-            "step it yourself"
+            f"{type(scheduler).__name__}.step() needs {needed}, but the engine steps schedulers "
+            "without arguments; leave out lr_scheduler, create this one for engine.optimizer, "
+            "and step it yourself"
         )
 
 

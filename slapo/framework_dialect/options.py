@@ -149,14 +149,14 @@ class TrainingOptions:
         "optimizer": Rule(
             _is_optimizer_fn,
             "a function of a list of parameters, such as functools.partial(torch.optim.AdamW, "
-            "lr=1e-4): build changes which parameters there are",
+            "lr=1e-4): build replaces the parameters",
             TypeError,
         ),
         "loss_mean": one_of("targets", "micro_batches"),
         "batch_dims": Rule(
             _is_batch_dims, 'a mapping such as {"position_ids": 1, "mask": None}', TypeError
         ),
-        "micro_batches": Rule(is_whole, "a whole number from 1 up"),
+        "micro_batches": Rule(is_whole, "a positive integer"),
         "clip_grad_norm": Rule(
             lambda v: v is None or (is_number(v) and v > 0), "a number above 0, or None"
         ),
@@ -173,8 +173,8 @@ class TrainingOptions:
         check_names(target, given, [entry.name for entry in fields(cls)])
         if "mesh" not in given:
             raise TypeError(
-                f"target {target!r} needs mesh=; pass slapo.init_mesh(pp=, dp=, tp=), also for one "
-                "process"
+                f"target {target!r} needs mesh=; pass slapo.init_mesh(pp=, dp=, tp=), even for "
+                "one process"
             )
         options = cls(**given)
         if options.batch_dims:
@@ -187,9 +187,8 @@ class TrainingOptions:
             rule.check(name, getattr(self, name))
         if self.mesh.shape[0] > 1 and self.loss_fn is None:
             raise ValueError(
-                f"a pipeline needs a loss, and the mesh has pp={self.mesh.shape[0]}; pass "
-                "loss_fn=f, where f(output, target) is the mean loss of a micro-batch, or "
-                "(sum, count)"
+                f"a mesh with pp={self.mesh.shape[0]} needs a loss; pass loss_fn=f, where "
+                "f(output, target) returns the mean loss of a micro-batch, or (sum, count)"
             )
         if self.lr_scheduler is not None and not self._has_optimizer():
             raise ValueError("lr_scheduler needs an optimizer; pass optimizer= too")
@@ -221,7 +220,7 @@ def _check_arguments(batch_dims: BatchDims, model: nn.Module) -> None:
         if isinstance(name, str) and name not in parameters:
             takes = with_nearest(name, list(parameters), f"it has {list(parameters)}")
             raise ValueError(
-                f"batch_dims has {name!r}, and {type(model).__name__}.forward no such argument; "
+                f"batch_dims has {name!r}, which {type(model).__name__}.forward does not take; "
                 f"{takes}"
             )
 

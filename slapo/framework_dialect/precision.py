@@ -32,8 +32,8 @@ def half_of(module: nn.Module) -> torch.dtype | None:
     found = {p.dtype for p in floating if p.requires_grad} or {p.dtype for p in floating}
     if len(found) > 1 and found & set(HALVES):
         raise SlapoError(
-            f"parameters are of {', '.join(sorted(map(str, found)))}; pass the compute dtype as "
-            "dtype="
+            f"parameter dtypes are {', '.join(sorted(map(str, found)))}; pass the compute dtype "
+            "as dtype="
         )
     return next((dtype for dtype in found if dtype in HALVES), None)
 
@@ -58,9 +58,9 @@ def buffers_named(module: nn.Module, half: torch.dtype) -> Iterator[None]:
         if not kept:
             raise
         raise SlapoError(
-            f"{error}. The model computes in {half}, to which parameters and inputs are "
-            f"converted, and buffers are not: {kept[:5]}. Convert those that it computes with "
-            "before the schedule is made, or where they are used: x + self.table.to(x.dtype)"
+            f"{error}. The model computes in {half}: parameters and inputs are converted, but "
+            f"buffers are not: {kept[:5]}. Convert those that it computes with before the "
+            "schedule is created, or where they are used: x + self.table.to(x.dtype)"
         ) from error
 
 

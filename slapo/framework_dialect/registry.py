@@ -94,6 +94,6 @@ def _unknown(kind: str, target: str) -> str:
     known = sorted(t for k, t in _DIALECTS if k == kind)
     if not known:
         kinds = sorted({k for k, _ in _DIALECTS})
-        return f"no kind of plug-in is called {kind!r}; known are {kinds}, and the kind comes first"
-    remedy = ", and target=None builds the plain module" if kind == "runtime" else ""
+        return f"no kind of plug-in is called {kind!r}; known are {kinds}, as first argument"
+    remedy = ", or pass target=None for the plain module" if kind == "runtime" else ""
     return f"no {kind} is registered for target {target!r}; known are {known}{remedy}"

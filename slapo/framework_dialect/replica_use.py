@@ -58,8 +58,8 @@ def refuse_unlike_use(
     if odd:
         raise on_every_rank(
             SlapoError(
-                f"replicas use different parameters: {odd[:4]} take part in the loss of some of "
-                f"them only, and {remedy}"
+                f"replicas use different parameters: {odd[:4]} take part in the loss of only "
+                f"some replicas, and {remedy}"
             )
         )
 
@@ -78,8 +78,8 @@ def entering_alike(
             where = [repr(name) if name else "the end of the model" for name in at]
             raise on_every_rank(
                 SlapoError(
-                    f"replicas go through different layers: one has come to {where[0]} and "
-                    f"another to {where[1]}, and {remedy}"
+                    f"replicas run different layers: one has reached {where[0]} and another "
+                    f"{where[1]}, and {remedy}"
                 )
             )
 

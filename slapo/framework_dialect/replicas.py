@@ -152,16 +152,16 @@ def _held_twice(named: Named) -> list[tuple[str, Named, Group]]:
         sharers = getattr(tensor, SHARERS, None)
         if sharers is not None:
             found.setdefault(sharers.ranks, ([], sharers.group))[0].append((name, tensor))
-    return [("tensor-parallel ranks of one part", *pair) for pair in found.values()]
+    return [("tensor-parallel ranks of one shard", *pair) for pair in found.values()]
 
 
 def _refuse(wrong: tuple[str, str] | None) -> None:
     if wrong is not None:
         raise SlapoError(
-            f"{wrong[0]!r} has different values on {wrong[1]} that must hold the same; seed alike "
-            "before the model is made, load one checkpoint everywhere, or pass "
-            "sync_replicated=True to take the first rank's. A slice that shard() did not make says "
-            'so by sch[path].annotate(name, "orig_shape", shape_of_the_whole)'
+            f"{wrong[0]!r} has different values on {wrong[1]} that must agree; use the same seed "
+            "before creating the model, load one checkpoint everywhere, or pass "
+            "sync_replicated=True to take the first rank's. Mark a shard that shard() did not "
+            'make with sch[path].annotate(name, "orig_shape", full_shape)'
         )
 
 

@@ -128,10 +128,10 @@ class Lowering:
         unknown = [name for name in state if name not in own and name not in every]
         if strict and (missing or unknown):
             lacks = f"lacks {missing[:5]}" if missing else ""
-            extra = f"has {unknown[:5]}, which the model does not" if unknown else ""
+            extra = f"has unexpected {unknown[:5]}" if unknown else ""
             raise ValueError(
                 f"the state dict {' and '.join(filter(None, (lacks, extra)))}; pass strict=False "
-                "to load what fits"
+                "to load the rest"
             )
         pairs = [(name, tensor, state[name]) for name, tensor in own.items() if name in state]
         for name, tensor, value in pairs:
@@ -141,9 +141,9 @@ class Lowering:
                 raise ValueError(f"the state dict's {name!r} is a {type(value).__name__}")
             if tuple(value.shape) != tuple(tensor.shape):
                 raise ValueError(
-                    f"{name!r} has the shape {tuple(tensor.shape)} on this rank, and the state "
-                    f"dict's is {tuple(value.shape)}; pass this rank's part, as "
-                    "engine.state_dict() gives it"
+                    f"{name!r} has shape {tuple(tensor.shape)} on this rank, but "
+                    f"{tuple(value.shape)} in the state dict; pass this rank's part, as "
+                    "engine.state_dict() returns it"
                 )
         _refuse_two_values(pairs)
         for name, tensor, value in pairs:
@@ -162,8 +162,9 @@ def _refuse_two_values(pairs: list[tuple[str, Any, Any]]) -> None:
             other, known = first.setdefault((tensor.data_ptr(), tensor.shape), (name, value))
             if known is not value and not torch.equal(known, value):
                 raise ValueError(
-                    f"{other!r} and {name!r} are one tensor in this model, and the state dict has "
-                    "two values for it; make them equal, or leave one out and pass strict=False"
+                    f"{other!r} and {name!r} are one tensor in this model, but the state dict "
+                    "has two values for it; make them equal, or leave one out and pass "
+                    "strict=False"
                 )
 
 
@@ -213,8 +214,8 @@ class Runtime(ABC):
         if n_stages == 1:
             return (0,)
         raise SlapoError(
-            f"{type(self).__name__} runs no pipelines, and the schedule is cut in {n_stages} "
-            "stages; leave out the cuts, or build for another target"
+            f"{type(self).__name__} does not support pipelines, but the schedule has {n_stages} "
+            "stages; remove the cuts, or build for another target"
         )
 
     @abstractmethod
@@ -273,8 +274,8 @@ def check_groups(sch: Node, mesh: DeviceMesh) -> None:
     ranks = [dist.get_rank()] if sch.group is None else dist.get_process_group_ranks(sch.group)
     if sorted(ranks) != wanted:
         raise ValueError(
-            f"the schedule shards over ranks {sorted(ranks)}, and the mesh's tensor-parallel ranks "
-            f'are {wanted}; pass create_schedule(model, group=mesh["tp"])'
+            f"the schedule shards over ranks {sorted(ranks)}, but the mesh's tensor-parallel "
+            f'ranks are {wanted}; pass create_schedule(model, group=mesh["tp"])'
         )
 
 
@@ -283,9 +284,9 @@ def check_stage_count(n_stages: int, pp: int, per_rank: int = 1) -> None:
     wanted = pp * per_rank
     if n_stages != wanted:
         raise SlapoError(
-            f"the schedule is cut in {n_stages} stages, and pp={pp} ranks with {per_rank} each run "
-            f"{wanted}; {'add' if n_stages < wanted else 'leave out'} "
-            f"{abs(wanted - n_stages)} cut_pipeline_stage(), or change pp"
+            f"the schedule has {n_stages} stages, but pp={pp} ranks with {per_rank} each run "
+            f"{wanted}; {'add' if n_stages < wanted else 'leave out'} {abs(wanted - n_stages)} "
+            "cut_pipeline_stage(), or change pp"
         )
 
 

@@ -136,8 +136,8 @@ def _recipe(key: str, sch: Schedule, base: str, config: Any, options: Options) -
         return recipe_of(key, config)
     except AttributeError as error:
         raise ValueError(
-            f"the recipe {key!r} asks the config of its family for what {type(config).__name__} "
-            f"has not: {error}; pass the key of the model's own family, or 'auto'"
+            f"the recipe {key!r} reads a config attribute that {type(config).__name__} lacks: "
+            f"{error}; pass the key of the model's own family, or 'auto'"
         ) from error
 
 
@@ -160,8 +160,9 @@ def _check_config(model: Any, given: Any, text: Any, recipe: Recipe) -> None:
     apart = {n: pair for n, pair in values.items() if pair[0] != pair[1]}
     if type(given) is not type(own) or apart:
         raise ValueError(
-            f"model_config, a {type(given).__name__}, is not that of the model, whose config is a "
-            f"{type(own).__name__}; given and its own differ in {apart}; leave model_config out"
+            f"model_config, a {type(given).__name__}, does not match the model's config, a "
+            f"{type(own).__name__}; given and own values differ in {apart}; leave model_config "
+            "out"
         )
 
 
@@ -171,7 +172,7 @@ def _options(key: str | Recipe, given: dict[str, Any]) -> Options:
     for name in given:
         if name not in known:
             raise TypeError(
-                with_nearest(name, known, f"{shown} has no option {name!r}; there are {known}")
+                with_nearest(name, known, f"{shown} has no option {name!r}; known are {known}")
             )
     return Options(**given)
 
@@ -181,10 +182,10 @@ def _schedule(model: nn.Module | Schedule, group: Any, mesh: Any) -> Schedule:
         return create_schedule(model, group=group, mesh=mesh)
     if model.parent is not None:
         raise ValueError(
-            f"the schedule is that of {model.path!r}; pass the root's, with the path as prefix"
+            f"this is the schedule of {model.path!r}; pass the root's, with the path as prefix"
         )
     if group is not None or mesh is not None:
         raise ValueError(
-            "a schedule has its group already; leave group and mesh out, or pass the model"
+            "the schedule already has a group; leave group and mesh out, or pass the model"
         )
     return model

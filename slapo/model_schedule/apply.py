@@ -144,7 +144,7 @@ class _RecipeRun:
             else:
                 is_used = use_backend(self.sch, name, required=name != "auto")
                 if self.parallel and not is_used:
-                    check_own_dropout(self.config, "attention stays the model's own")
+                    check_own_dropout(self.config, "the model keeps its own attention")
         if self.options.kernels:
             use_kernels(self.sch)
         if not self.options.disable_fuse_bias_gelu:
@@ -177,7 +177,7 @@ class _RecipeRun:
         inputs = self.example_inputs()
         what = "the draft of {}"
         if not self.recipe.splits:
-            what = "the recipe given for {}, which is not that of its family,"
+            what = "the recipe of another family, given for {},"
         prove(self.sch, in_training(self.sch.mod, inputs), self.again, what)
 
     def again(self, sch: Schedule) -> None:
@@ -287,8 +287,8 @@ def base_path(model: nn.Module, prefix: str) -> str:
         except AttributeError:
             children = [name for name, _ in model.named_children()]
             raise ValueError(
-                f"prefix {prefix!r} is not a path within {type(model).__name__}, which has "
-                f"{children}; pass that of the base model, or leave prefix out"
+                f"prefix {prefix!r} is not a path in {type(model).__name__}, which has "
+                f"{children}; pass the base model's path, or leave prefix out"
             ) from None
         return prefix
     own = getattr(model, "base_model_prefix", "")
@@ -298,7 +298,7 @@ def base_path(model: nn.Module, prefix: str) -> str:
     if own not in dict(model.named_children()):
         children = [name for name, _ in model.named_children()]
         raise ValueError(
-            f"{type(model).__name__} is a wrapper, by its children {children}, around a model with "
-            f"a base model {own!r}; schedule that model, and wrap it afterwards"
+            f"{type(model).__name__}, with the children {children}, is a wrapper around a model "
+            f"with base model {own!r}; schedule that model, then wrap it"
         )
     return own

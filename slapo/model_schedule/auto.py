@@ -44,8 +44,8 @@ def recipe_of_layers(model: nn.Module, base: str) -> Recipe:
     found = lists_of_layers(model.get_submodule(base))
     if not found:
         raise ValueError(
-            f"there is no list of layers in {type(model).__name__}; pass the key of a family that "
-            "`slapo recipes` lists, or register_recipe() a table"
+            f"{type(model).__name__} has no list of layers; pass the key of a family from `slapo "
+            "recipes`, or register a table with register_recipe()"
         )
     return Recipe(
         stacks=tuple(Stack(path, ()) for path in found),
@@ -82,16 +82,16 @@ def prove(sch: Schedule, inputs: Any, again: Callable[[Schedule], None], what: s
         said = error.args[0]
         can_compare = hasattr(sch.mod, "config") and dist.get_backend(sch.group) != "fake"
         if can_compare and not error.is_certain:
-            logger.info("auto: outputs and gradients of %s are compared, since %s", kind, said)
+            logger.info("auto: comparing outputs and gradients of %s, since %s", kind, said)
             try:
                 _compare(sch.mod, sch.group, inputs, again)
                 return
             except VerificationError as found:
-                said = f"{found}\nThe check alone was not certain: {said}"
+                said = f"{found}\nThe check alone was inconclusive: {said}"
         error.args = (
-            f"{what.format(kind)} does not hold on {sch.world_size} ranks: {said}\nWrite "
-            "a table of the family (help(slapo.model_schedule.Recipe)), or pass check=False if you "
-            "know that the check is wrong here",
+            f"{what.format(kind)} fails the check on {sch.world_size} ranks: {said}\nWrite a "
+            "table for the family (help(slapo.model_schedule.Recipe)), or pass check=False if "
+            "you know that the check is wrong",
         )
         raise
 

@@ -33,8 +33,8 @@ def recipe_of_derivation(derivation: Derivation, base: str) -> Recipe:
     outside = [path for path in derivation.tables if not f"{path}.".startswith(within)]
     if outside:
         raise SlapoError(
-            f"draft: {type(model).__name__} shards {outside}, outside of its base model {base!r}, "
-            "from which recipes have their paths; schedule these with primitives"
+            f"draft: {type(model).__name__} shards {outside} outside its base model {base!r}, "
+            "where paths of recipes start; schedule these with primitives"
         )
     every = [f"{path}.".removeprefix(within)[:-1] for path, _ in model.named_modules()]
     stacks = tuple(
@@ -43,7 +43,7 @@ def recipe_of_derivation(derivation: Derivation, base: str) -> Recipe:
     )
     refuses = {}
     if not stacks:
-        refuses["sequence_parallel"] = "the draft has found no list of layers"
+        refuses["sequence_parallel"] = "the draft found no list of layers"
     elif not words:  # every rank would compute whole layers on its own tokens
         refuses["sequence_parallel"] = "the draft shards no layer"
     around = [p for p in words if any(contains(p, within + stack.layers) for stack in stacks)]

@@ -249,8 +249,8 @@ def _refuse_unfit(model: nn.Module) -> None:
     done = [what for what, is_so in found.items() if is_so]
     if done:
         raise SlapoError(
-            f"draft: {type(model).__name__} is {' and '.join(done)} already; draft for the model "
-            "as its class makes it, and schedule it before the rest"
+            f"draft: {type(model).__name__} is already {' and '.join(done)}; draft for the "
+            "unmodified model, and schedule it before these changes"
         )
 
 
@@ -263,11 +263,11 @@ def _derive(model: nn.Module, inputs: Any, ranks: int, banned: set[str]) -> Deri
     except Exception as error:
         where = running_in(error, model)
         place = f"{where!r} ({type(model.get_submodule(where)).__name__})" if where else "the model"
-        advice = "pass inputs that it takes"
+        advice = "pass inputs that it accepts"
         if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
             advice = (
-                f"it asks for values, and weights of more than {REAL_BYTES >> 20} MiB are replaced "
-                "by fake tensors, which have none: draft for a smaller model of the same class"
+                f"it reads values, but weights of more than {REAL_BYTES >> 20} MiB are fake "
+                "tensors without values: draft for a smaller model of the same class"
             )
         raise SlapoError(
             f"draft: {place} fails with {type(error).__name__}: {error}; {advice}"
@@ -337,7 +337,7 @@ def _refuse_unfit_ranks(derivation: Derivation) -> None:
     if free and all(size % derivation.ranks for size in free):
         sizes = ", ".join(f"{size} ({name!r})" for size, name in sorted(free.items()))
         raise ValueError(
-            f"draft: {derivation.ranks} ranks divide no axis that could be sharded; the sizes are "
+            f"draft: no shardable axis is divisible by {derivation.ranks} ranks; the sizes are "
             f"{sizes}"
         )
 

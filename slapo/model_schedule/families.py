@@ -58,9 +58,9 @@ def albert(config: Any) -> Recipe:
         embeddings="embeddings.word_embeddings",
         heads="predictions.decoder",
         refuses={
-            "pipeline_cuts": f"{again}, and would do so in several stages",
-            "sequence_parallel": "attention takes its shapes from the residual, a part of the "
-            "tokens then",
+            "pipeline_cuts": f"{again}, so several stages would hold them",
+            "sequence_parallel": "attention takes its shapes from the residual, which is sharded "
+            "by tokens",
         },
     )
 

@@ -53,8 +53,8 @@ def use_kernels(base: Schedule) -> None:
     for module in base.mod.modules():
         if type(module).__name__ in makers and "forward" in vars(module):
             raise ValueError(
-                f"kernels: a forward was put on a {type(module).__name__} of the model, which its "
-                "replacement would leave out; pass kernels=False, or put it there afterwards"
+                f"kernels: a {type(module).__name__} of the model has a patched forward, which "
+                "its replacement would drop; pass kernels=False, or patch it afterwards"
             )
     for cls in sorted(classes, key=lambda each: each.__name__):
         if cls.__name__ in makers and cls.__module__.startswith("transformers."):
@@ -108,7 +108,7 @@ def use_backend(sch: Schedule, name: str, required: bool) -> bool:
     except ValueError as error:
         if required:
             raise
-        logger.info("attention is the model's own: %s", error)
+        logger.info("attention stays unchanged: %s", error)
         return False
     return True
 
@@ -128,7 +128,7 @@ def fuse_bias_gelu(layers: list[Schedule], where: str) -> None:
         if len(found) != 1:
             raise ValueError(
                 f"disable_fuse_bias_gelu=False: {len(found)} GELUs follow the bias in "
-                f"{node.path!r}; leave it out for models of another activation"
+                f"{node.path!r}; leave it out for models with another activation"
             )
         node.fuse(found, compiler="TorchScript", name="BiasGELU")
 

@@ -96,12 +96,12 @@ def own_loss(model: Any) -> OwnLoss | str:
     names = [kind.__name__ for kind in type(model).__mro__]
     takes = inspect.signature(model.forward).parameters
     if "labels" not in takes or not any(name.endswith(_TOKENS) for name in names):
-        return "takes no labels of tokens"
+        return "takes no token labels"
     forward: Any = inspect.unwrap(type(model).forward)
     if "forward" in vars(model) or not forward.__module__.startswith("transformers."):
-        return "has a forward of your own, which may compute another loss"
+        return "has a custom forward, which may compute another loss"
     if not _OTHERWISE.isdisjoint(names):
-        return "moves labels itself or adds to its loss"
+        return "shifts labels itself or adds to its loss"
     if "loss_function" in forward.__code__.co_names:
         function = getattr(model.loss_function, "__name__", "")
         is_stock = getattr(model.loss_function, "__module__", "").startswith("transformers.")
@@ -110,29 +110,29 @@ def own_loss(model: Any) -> OwnLoss | str:
         return OwnLoss(moved=_FUNCTIONS[function], counted=True)
     if any(name in _PLAIN or name.endswith("ForMaskedLM") for name in names):
         return OwnLoss(moved=False, counted=False)
-    return "computes its loss in a way that nothing is known of"
+    return "computes its loss in an unknown way"
 
 
 def check_loss(model: nn.Module, head: str, option: str) -> None:
     """Refuse models whose loss is not known to be a cross entropy of tokens."""
     kind, own = type(model).__name__, own_loss(model)
-    why = own if isinstance(own, str) else "" if head else "has no head that makes logits"
+    why = own if isinstance(own, str) else "" if head else "has no head that computes logits"
     if why:
         raise ValueError(
-            f"{option} is for models whose loss is the mean cross entropy of tokens, and {kind} "
+            f"{option} is for models whose loss is the mean cross entropy of tokens, but {kind} "
             f"{why}; leave it out"
         )
     if _has_decoder(model) and not hasattr(model, _SHIFT):
         raise ValueError(
-            f"{option}: {kind} makes the decoder's input from the labels in a way that nothing is "
-            f"known of (it has no {_SHIFT}); leave it out"
+            f"{option}: {kind} makes the decoder's input from the labels in an unknown way (it "
+            f"has no {_SHIFT}); leave it out"
         )
     layer = innermost(model.get_submodule(head))
     if type(layer) is not nn.Linear or "forward" in vars(layer):
-        what = "has its loss fused already" if isinstance(layer, LossHead) else "is not plain"
+        what = "already has a fused loss" if isinstance(layer, LossHead) else "is not plain"
         raise ValueError(
-            f"{option} is for heads that are torch.nn.Linear, and {head!r}, a "
-            f"{type(layer).__name__}, {what}; leave it out"
+            f"{option} needs a torch.nn.Linear head, but {head!r}, a {type(layer).__name__}, "
+            f"{what}; leave it out"
         )
 
 
@@ -144,8 +144,9 @@ def check_fused(model: nn.Module, config: Any) -> None:
         changes[_BIAS] = "a buffer"
     if changes:
         raise ValueError(
-            f"fused_loss: {type(model).__name__} changes its logits after the head, by {changes}, "
-            "and there would be none; leave it out, or pass gather_logits=False over several ranks"
+            f"fused_loss: {type(model).__name__} changes its logits after the head, by "
+            f"{changes}, but a fused loss has none; leave it out, or pass gather_logits=False on "
+            "several ranks"
         )
 
 
@@ -185,8 +186,8 @@ def refuse_generate(model: nn.Module) -> None:
 
 def _refuse_generate(*args: Any, **kwargs: Any) -> None:
     raise SlapoError(
-        "gather_logits=False leaves each rank its columns of the logits, of which generate() would "
-        "choose on each rank another token; schedule the model with gather_logits=True for it"
+        "gather_logits=False leaves each rank its columns of the logits, so generate() would "
+        "choose different tokens on each rank; schedule the model with gather_logits=True"
     )
 
 
@@ -243,9 +244,9 @@ def _check_untouched(module: nn.Module, layer: LossHead, loss: Tensor) -> None:
     after = float(loss.detach()) if loss.numel() == 1 else float("inf")
     if before != after and before == before:
         raise SlapoError(
-            f"{type(module).__name__} changes its logits after the head, which has given the loss "
-            f"{before:.6g} in their place and finds {after:.6g}; leave fused_loss out, or pass "
-            "gather_logits=False over several ranks"
+            f"{type(module).__name__} changes its logits after the head: the fused loss is "
+            f"{before:.6g}, but the model's is {after:.6g}; leave fused_loss out, or pass "
+            "gather_logits=False on several ranks"
         )
     if before not in (0.0, float("inf")) and before == before:
         layer.__dict__[_TOUCHED] = False
@@ -288,8 +289,8 @@ def _logits_of(module: Any, output: Any) -> Tensor:
         return logits
     if output[0].dim() == 0 and getattr(module.config, "output_router_logits", False):
         raise SlapoError(
-            "the output is a tuple in which the loss of routers stands before the logits; leave "
-            "return_dict=False out, or output_router_logits"
+            "the output is a tuple with the router loss before the logits; leave out "
+            "return_dict=False or output_router_logits"
         )
     first: Tensor = output[0]
     return first
@@ -299,9 +300,9 @@ def _head(module: nn.Module, head: str) -> LossHead:
     found = innermost(module.get_submodule(head))
     if not isinstance(found, LossHead):
         raise SlapoError(
-            f"fused_loss: {head!r} is a {type(found).__name__} now, and the recipe had put a "
-            "LossHead there; change the head (resize_token_embeddings, adapters) before you "
-            "schedule the model"
+            f"fused_loss: {head!r} is now a {type(found).__name__} instead of the recipe's "
+            "LossHead; change the head (resize_token_embeddings, adapters) before you schedule "
+            "the model"
         )
     return found
 

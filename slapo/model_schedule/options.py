@@ -50,7 +50,7 @@ class Options:
         ratio = self.ckpt_ratio
         is_number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
         if not is_number or not 0 <= ratio <= 1:
-            raise ValueError(f"ckpt_ratio is {ratio!r}; pass a share of the layers, from 0 to 1")
+            raise ValueError(f"ckpt_ratio is {ratio!r}; pass a fraction of the layers, from 0 to 1")
         _check_choice("checkpoint_method", self.checkpoint_method, METHODS)
         if self.attn_op_name is not None:
             object.__setattr__(self, "attn_op_name", known_backend(self.attn_op_name))
@@ -59,21 +59,21 @@ class Options:
         given = self.example_inputs
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(
-                f"example_inputs is a {type(given).__name__}; pass a dictionary, of the names of "
-                "the forward's arguments"
+                f"example_inputs is a {type(given).__name__}; pass a dict with the forward's "
+                "argument names as keys"
             )
 
     def _check_cuts(self) -> None:
         cuts = self.pipeline_cuts
         if isinstance(cuts, (bool, str)) or not isinstance(cuts, (int, Sequence)):
             raise TypeError(
-                f"pipeline_cuts is {cuts!r}; pass the number of stages, or a list of the numbers "
-                "of layers after which a stage ends"
+                f"pipeline_cuts is {cuts!r}; pass the number of stages, or a list of indices of "
+                "the layers that end a stage"
             )
         apart = {
-            "compile": "stages are cut out of a trace, into which a compiled layer lets none look",
-            "fused_loss": "the engine computes the loss of a pipeline: give build() a loss_fn",
-            "bcast_input": "the engine hands inputs to the first stage",
+            "compile": "stages are cut from a trace, and compiled layers cannot be traced",
+            "fused_loss": "the engine computes the loss of a pipeline: pass loss_fn to build()",
+            "bcast_input": "the engine passes inputs to the first stage",
         }
         for name, why in apart.items():
             if getattr(self, name):
@@ -109,8 +109,8 @@ def check(base: Schedule, recipe: Recipe, options: Options, config: Any) -> None
     _check_paths(base, recipe)
     if not (options.disable_fuse_bias_gelu or recipe.bias_gelu):
         raise ValueError(
-            "disable_fuse_bias_gelu=False is not for this family: no module of its layers has a "
-            "linear layer whose bias goes into a GELU; leave it out"
+            "disable_fuse_bias_gelu=False is not supported by this family: its layers have no "
+            "linear layer whose bias feeds a GELU; leave it out"
         )
     if base.world_size > 1:
         _check_names(base, recipe, options, config)
@@ -131,16 +131,16 @@ def _check_refused(recipe: Recipe, options: Options, ranks: int) -> None:
     for name, why in recipe.refuses.items():
         if name in wanted:
             value = f"={wanted[name]!r}" if name in options.asked() else f" over {ranks} ranks"
-            raise ValueError(f"{name}{value} is not for this family: {why}; leave it out")
+            raise ValueError(f"{name}{value} does not fit this family: {why}; leave it out")
 
 
 def _check_paths(base: Schedule, recipe: Recipe) -> None:
     for stack in recipe.stacks:
         if not has_layers(base, stack):
             raise ValueError(
-                f"{type(base.mod).__name__} at {base.path!r} has no layers {stack.layers!r}, which "
-                f"the recipe names: {base.describe_unknown(stack.layers)}; pass the key of the "
-                "family, or as prefix= the path of its base model"
+                f"{type(base.mod).__name__} at {base.path!r} has no layers {stack.layers!r}, "
+                f"which the recipe names: {base.describe_unknown(stack.layers)}; pass the "
+                "family's key, or its base model's path as prefix="
             )
 
 
@@ -177,8 +177,8 @@ def _check_names(base: Schedule, recipe: Recipe, options: Options, config: Any) 
                 wrong |= {said: " ".join(lacking)} if lacking else {}
     if wrong:
         raise ValueError(
-            f"the recipe names what {type(model).__name__} and its config do not have: {wrong}; "
-            "correct the table, or pass the key of the model's own family"
+            f"the recipe names entries that {type(model).__name__} and its config lack: {wrong}; "
+            "fix the table, or pass the key of the model's own family"
         )
 
 
@@ -189,10 +189,10 @@ def _check_known(base: Schedule, recipe: Recipe) -> None:
             unknown = _unknown_parameters(layer.mod, stack)
             if unknown:
                 raise ValueError(
-                    f"{layer.path} ({type(layer.mod).__name__}) has the parameters {unknown} in a "
-                    "block that is split, which the recipe does not name; pass the key of "
-                    "the model's own family, or 'auto'; or name them in the table: columns=, "
-                    "rows=, inside= (whole, and seeing slices) or by_head="
+                    f"{layer.path} ({type(layer.mod).__name__}) has the parameters {unknown} in "
+                    "a sharded block, but the recipe does not name them; pass the key of the "
+                    "model's own family or 'auto', or name them in the table: columns=, rows=, "
+                    "inside= (replicated, on shards) or by_head="
                 )
 
 
@@ -250,8 +250,8 @@ def _factors(count: int) -> list[int]:
 
 def _unfit(name: str, count: int, ranks: int, fit: list[int]) -> str:
     return (
-        f"{name} is {count}, and the group has {ranks} ranks, over which these heads cannot be "
-        f"dealt out; sizes of groups that fit: {fit}"
+        f"{name} is {count}, but these heads cannot be sharded over the group's {ranks} ranks; "
+        f"group sizes that fit: {fit}"
     )
 
 
@@ -266,8 +266,8 @@ def check_own_dropout(config: Any, why: str) -> None:
     active = dropouts(config)
     if active:
         raise ValueError(
-            f"{why}, whose dropout ({active}) would be the same on all ranks, for different heads; "
-            "set these to 0, or attn_op_name to what the model can take"
+            f"{why}, whose dropout ({active}) would be the same on all ranks, for different "
+            "heads; set these to 0, or attn_op_name to a supported backend"
         )
 
 
@@ -275,6 +275,6 @@ def _check_values(base: Schedule) -> None:
     empty = [name for name, p in base.get_top_schedule().mod.named_parameters() if p.is_meta]
     if empty:
         raise ValueError(
-            f"delay_init=False, and {len(empty)} parameters have no values yet ({empty[0]!r} is on "
-            "meta); leave it out, and build() makes them"
+            f"delay_init=False, but {len(empty)} parameters have no values yet ({empty[0]!r} is "
+            "on meta); leave it out, and build() creates them"
         )

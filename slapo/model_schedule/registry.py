@@ -151,9 +151,9 @@ def _check_new(keys: tuple[str, ...]) -> None:
         raise ValueError(f"got the keys {keys!r}; pass names, such as the config's model_type")
     taken = [key for key in keys if key in (AUTO, DRAFT, *_RECIPES, *_SCHEDULES)]
     if taken:
-        raise ValueError(f"{taken} have a schedule already; pass other keys, or unregister() them")
+        raise ValueError(f"{taken} already have a schedule; pass other keys, or unregister() them")
 
 
 def _unknown(key: Any) -> str:
     known = sorted([AUTO, DRAFT, *_RECIPES, *_SCHEDULES])
-    return with_nearest(str(key), known, f"there is no schedule {key!r}; there are {known}")
+    return with_nearest(str(key), known, f"there is no schedule {key!r}; known are {known}")

@@ -247,5 +247,5 @@ def value_of(formula: ast.expr, around: list[nn.Module]) -> int:
             return value
     raise ValueError(
         f"{ast.unparse(formula)!r} is an attribute of no module from {type(around[0]).__name__} "
-        "outward; correct the table"
+        "outward; fix the table"
     )

@@ -32,7 +32,7 @@ def even_cuts(costs: Sequence[float], stages: int) -> list[int]:
     """
     if not 1 <= stages <= len(costs):
         raise ValueError(
-            f"{len(costs)} layers make no {stages} stages; pass a number from 1 to {len(costs)}"
+            f"{len(costs)} layers cannot fill {stages} stages; pass a number from 1 to {len(costs)}"
         )
     limits = sorted({sum(costs[i:j]) for j in range(len(costs) + 1) for i in range(j)})
     low, high = 0, len(limits) - 1
@@ -66,7 +66,7 @@ def chosen_cuts(cuts: Any, counts: Sequence[int]) -> list[int]:
     if any(isinstance(each, (list, tuple)) for each in flat):
         if len(flat) != len(counts) or not all(isinstance(each, (list, tuple)) for each in flat):
             raise ValueError(
-                f"pipeline_cuts is {cuts!r}; pass one list, or as many as stacks: {len(counts)}"
+                f"pipeline_cuts is {cuts!r}; pass one list, or one per stack: {len(counts)}"
             )
         starts = [sum(counts[:number]) for number in range(len(counts))]
         flat = [start + n for start, each in zip(starts, flat, strict=True) for n in each]
@@ -74,7 +74,7 @@ def chosen_cuts(cuts: Any, counts: Sequence[int]) -> list[int]:
     whole = all(type(n) is int and 0 <= n < last for n in flat)
     if not whole or flat != sorted(set(flat)):
         raise ValueError(
-            f"pipeline_cuts is {cuts!r}; pass rising numbers of layers after which a stage ends, "
+            f"pipeline_cuts is {cuts!r}; pass increasing indices of layers that end a stage, "
             f"from 0 to {last - 1}"
         )
     return flat
@@ -124,6 +124,6 @@ def _trace(sch: Schedule, containers: Sequence[str], inputs: Mapping[str, Any]) 
     )
     if not traced:
         raise SlapoError(
-            "the model could not be traced for pipeline stages; the warning above says why, and "
-            "example_inputs= takes what you will call it with"
+            "the model could not be traced for pipeline stages; see the warning above, and pass "
+            "the inputs of your calls as example_inputs="
         )

@@ -95,7 +95,7 @@ def attend(
     _check_shapes(query, key, value)
     _check_mask(mask)
     if bias is not None and not bias.is_floating_point():
-        raise ValueError(f"bias is of type {bias.dtype}; pass numbers to add, or a mask as mask=")
+        raise ValueError(f"bias is of type {bias.dtype}; pass a float bias, or a mask as mask=")
     if backend == "auto":
         # In half precision eager attention rounds the logits, and its gradients are worse.
         few = key.shape[-2] < _LONG and query.device.type == "cpu" and query.dtype not in _HALVES
@@ -121,7 +121,7 @@ def known_backend(name: Any) -> str:
     try:
         check_available(_PUBLISHED[name])
     except (MissingPackageError, ValueError) as error:
-        logger.info('attn_op_name=%r is "auto" here: %s', name, error)
+        logger.info('attn_op_name=%r means "auto" here: %s', name, error)
         return "auto"
     return _PUBLISHED[name]
 
@@ -137,21 +137,21 @@ def drawing(dropout: float) -> AbstractContextManager[None]:
 def check_available(backend: str, query: Tensor | None = None) -> None:
     """Raise for an unknown backend, or one that cannot run on this machine or this query."""
     if backend not in BACKENDS:
-        raise ValueError(f"attention by {backend!r} is not known; pass one of {list(BACKENDS)}")
+        raise ValueError(f"unknown attention backend {backend!r}; pass one of {list(BACKENDS)}")
     package = {"flash": "flash_attn", "xformers": "xformers"}.get(backend)
     if package is None:
         return
     if importlib.util.find_spec(package) is None:
         raise MissingPackageError(
             f"attention by {backend!r} needs the package {package!r}, which is not installed; "
-            "install it, or take 'sdpa', which has such a kernel on CUDA"
+            "install it, or use 'sdpa', which has such a kernel on CUDA"
         )
     if not torch.cuda.is_available() or (query is not None and query.device.type != "cuda"):
-        raise ValueError(f"attention by {backend!r} runs on CUDA only; take 'sdpa' elsewhere")
+        raise ValueError(f"attention by {backend!r} runs on CUDA only; use 'sdpa' elsewhere")
     if backend == "flash" and query is not None and query.dtype not in _HALVES:
         raise ValueError(
-            f"attention by 'flash' takes half precision, and the query is {query.dtype}; take "
-            "'sdpa', or turn the model into bfloat16"
+            f"attention by 'flash' needs half precision, but the query is {query.dtype}; use "
+            "'sdpa', or convert the model to bfloat16"
         )
 
 
@@ -160,8 +160,8 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     fits = all(len(shape) == 4 for shape in shapes) and shapes[1][:3] == shapes[2][:3]
     if not fits or query.shape[-1] != key.shape[-1] or query.shape[1] % key.shape[1]:
         raise ValueError(
-            f"query, key and value of shapes {shapes} do not fit; pass (batch, heads, seq, "
-            "head_size), with as many heads of keys as of values, which divide those of queries"
+            f"query, key and value shapes {shapes} do not match; pass (batch, heads, seq, "
+            "head_size), with as many key as value heads, which divide the query heads"
         )
 
 
@@ -169,14 +169,14 @@ def _check_mask(mask: Tensor | None) -> None:
     """Raise for ambiguous masks: fewer than four dimensions, or integers."""
     if mask is not None and mask.dim() != 4:
         raise ValueError(
-            f"mask of shape {tuple(mask.shape)} may mean samples or queries by its first "
-            "dimension; pass four: mask[:, None, None] of (batch, kv_seq), mask[None, None] of "
-            "(seq, kv_seq)"
+            f"mask of shape {tuple(mask.shape)} is ambiguous: axis 0 may be samples or queries; "
+            "pass four axes: mask[:, None, None] of (batch, kv_seq), mask[None, None] of (seq, "
+            "kv_seq)"
         )
     if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
-            f"mask is of type {mask.dtype}: neither booleans nor numbers to add; pass mask.bool() "
-            "where 1 is where a query may look"
+            f"mask is of type {mask.dtype}, neither bool nor floating point; pass mask.bool() if "
+            "1 marks positions to attend to"
         )
 
 
@@ -260,7 +260,7 @@ def _flash(
 ) -> Tensor:
     if mask is not None:
         raise ValueError(
-            "attention by 'flash' takes neither mask nor bias; take 'sdpa', or leave padding out"
+            "attention by 'flash' takes neither mask nor bias; use 'sdpa', or leave padding out"
         )
     from flash_attn import flash_attn_func  # type: ignore[import-not-found, unused-ignore]
 
@@ -460,7 +460,9 @@ class FlashAttention(nn.Module):
     def _projected(self, states: Tensor, others: Tensor | None) -> tuple[Tensor, ...]:
         if self.fused_qkv:
             if others is not None:
-                raise ValueError("key_value_states needs projections apart; pass fused_qkv=False")
+                raise ValueError(
+                    "key_value_states needs separate projections; pass fused_qkv=False"
+                )
             parts: tuple[Tensor, ...] = self.qkv(states).chunk(3, dim=-1)
         else:
             seen = states if others is None else others

@@ -89,7 +89,7 @@ def _check_reentrant(module: nn.Module, args: tuple[Any, ...]) -> None:
     if trained:
         raise SlapoError(
             f"checkpoint(use_reentrant=True) of {type(module).__name__}: no input needs a "
-            f"gradient, and {trained[:3]} would get none either; pass use_reentrant=False"
+            f"gradient, so {trained[:3]} would get none; pass use_reentrant=False"
         )
 
 
@@ -144,7 +144,7 @@ def _without_cache(
         named["use_cache"] = False
     warnings.warn(
         "a checkpointed module was called with a key-value cache, which its recomputation would "
-        "fill twice; it runs without. Call the model with use_cache=False",
+        "fill twice; dropping the cache. Call the model with use_cache=False",
         UserWarning,
         stacklevel=2,
     )

@@ -133,9 +133,9 @@ class ParallelCrossEntropy(nn.Module):
         start, count = share_of(vocab_size, rank, ranks)
         if count != columns:
             raise ValueError(
-                f"ParallelCrossEntropy: rank {rank} of {ranks} has {count} of {vocab_size} columns "
-                f"as torch.chunk cuts them, and the logits have {columns}; pass this rank's own, "
-                "and as vocab_size the columns of all ranks together, padding included"
+                f"ParallelCrossEntropy: rank {rank} of {ranks} has {count} of {vocab_size} "
+                f"columns by torch.chunk, but the logits have {columns}; pass this rank's own, "
+                "and the columns of all ranks, with padding, as vocab_size"
             )
         return start
 
@@ -247,18 +247,18 @@ def check_shapes(what: str, logits: Tensor, labels: Tensor) -> None:
     """Raise unless there is one integer label for each row of the logits."""
     if logits.dim() == 0 or labels.shape != logits.shape[:-1]:
         raise ValueError(
-            f"{what}: labels of shape {tuple(labels.shape)} do not fit logits or states of shape "
-            f"{tuple(logits.shape)}; pass one label for each row of them"
+            f"{what}: labels of shape {tuple(labels.shape)} do not match logits or states of "
+            f"shape {tuple(logits.shape)}; pass one label per row"
         )
     if labels.is_floating_point() or not logits.is_floating_point():
         raise ValueError(
-            f"{what}: labels are {labels.dtype} and logits {logits.dtype}; pass integers as labels "
-            "and floating-point numbers as logits"
+            f"{what}: labels are {labels.dtype} and logits {logits.dtype}; pass integer labels "
+            "and floating-point logits"
         )
     if not logits.shape[-1]:
         raise ValueError(
-            f"{what}: logits of shape {tuple(logits.shape)} have no column on this rank; share "
-            "the vocabulary out over fewer ranks"
+            f"{what}: logits of shape {tuple(logits.shape)} have no column on this rank; shard "
+            "the vocabulary over fewer ranks"
         )
 
 
@@ -266,8 +266,7 @@ def check_smoothing(what: str, value: float) -> None:
     """Raise for an invalid label smoothing."""
     if not 0 <= value < 1:
         raise ValueError(
-            f"{what}: label_smoothing is {value!r}; pass the share of the target that is spread "
-            "over the vocabulary, from 0 up to below 1"
+            f"{what}: label_smoothing is {value!r}; pass a fraction of at least 0 and below 1"
         )
 
 
@@ -293,9 +292,9 @@ def _refuse(packed: Tensor, labels: Tensor, counts: Tensor) -> None:
     is_lost = counts & (packed[2] != 1)
     if bool(is_lost.any()):
         raise IndexError(
-            f"the labels {labels[is_lost].unique().tolist()[:5]} have no column of the logits, or "
-            "one on several ranks; pass labels below the size of the vocabulary, and each rank's "
-            "own columns with the token that they start at, and the group"
+            f"the labels {labels[is_lost].unique().tolist()[:5]} have no column in the logits, "
+            "or one on several ranks; pass labels below the vocabulary size, and each rank's "
+            "own columns with their first token, and the group"
         )
 
 

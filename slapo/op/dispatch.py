@@ -57,6 +57,6 @@ def refuse_graph(what: str, instead: str) -> None:
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
-            f"the gradient of {what} has no gradient of its own (create_graph=True); {instead} "
-            "where you need one"
+            f"the gradient of {what} is not differentiable (create_graph=True); {instead} where "
+            "you need that"
         )

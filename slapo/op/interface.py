@@ -70,8 +70,8 @@ def use_attention(model: nn.Module, backend: str = "auto") -> None:
     for part in _models_in(model):
         if part.config._attn_implementation != name:
             raise ValueError(
-                f"{type(part).__name__} has not taken {name!r} and runs by "
-                f"{part.config._attn_implementation!r}; leave its attention as it is"
+                f"{type(part).__name__} did not accept {name!r} and uses "
+                f"{part.config._attn_implementation!r}; leave its attention unchanged"
             )
 
 
@@ -84,8 +84,8 @@ def _put_name(model: Any, name: str) -> None:
     unfit = [type(part).__name__ for part in parts if not part._supports_flash_attn]
     if unfit:
         raise ValueError(
-            f"{unfit[0]} is not made for attention by 'flash': its class says "
-            "_supports_flash_attn=False; take 'sdpa'"
+            f"{unfit[0]} does not support attention by 'flash': its class has "
+            "_supports_flash_attn=False; use 'sdpa'"
         )
     for part in parts:
         part.config._attn_implementation = name
@@ -104,16 +104,15 @@ def _check_asks_table(model: nn.Module) -> None:
         wrong = [model]
     if wrong:
         raise ValueError(
-            f"{type(wrong[0]).__name__} computes its attention by itself, without asking "
-            "Transformers' table of attention functions; leave its attention as it is "
-            "(attn_op_name=None)"
+            f"{type(wrong[0]).__name__} computes its attention itself, without Transformers' "
+            "table of attention functions; leave its attention unchanged (attn_op_name=None)"
         )
     for part in parts:
         place = inspect.getmodule(type(part))
         if place is not None and _ASKS_NAME.search(inspect.getsource(place)):
             raise ValueError(
-                f"{type(part).__name__} prepares its attention by the name of the function that "
-                "will compute it, and has no entry for Slapo's; leave its attention as it is "
+                f"{type(part).__name__} prepares its attention by the name of the attention "
+                "function, and has no entry for Slapo's; leave its attention unchanged "
                 "(attn_op_name=None)"
             )
 
@@ -209,9 +208,7 @@ def _own_function(module: nn.Module, kwargs: dict[str, Any]) -> Callable[..., An
 
 @functools.cache
 def _say_once(kind: str, *wanted: str) -> None:
-    logger.info(
-        "attention: %s asks for %s, which is computed by its own eager function", kind, list(wanted)
-    )
+    logger.info("attention: %s needs %s, which its own eager function computes", kind, list(wanted))
 
 
 def _flash(
@@ -260,8 +257,8 @@ def _refuse_unknown(kwargs: dict[str, Any], names: tuple[str, ...] = _REFUSED) -
     given = _unknown(kwargs, names)
     if given:
         raise ValueError(
-            f"the model's attention is called with {given}, and this backend does not compute that "
-            "(nor does it keep its weights); keep the model's own by attn_op_name=None"
+            f"the model's attention is called with {given}, which this backend does not support "
+            "(it also returns no weights); keep the model's own with attn_op_name=None"
         )
 
 

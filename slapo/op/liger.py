@@ -45,28 +45,28 @@ def check_fits(what: str, *tensors: Tensor) -> None:
     """Raise for unsupported tensors, if the caller named the package explicitly."""
     if operations() is None:
         raise MissingPackageError(
-            f"{what} by 'liger' needs the packages liger-kernel and triton; install them "
-            "(pip install 'slapo[kernels]'), or take 'torch'"
+            f"{what} by 'liger' needs the packages liger-kernel and triton; install them (pip "
+            "install 'slapo[kernels]'), or use 'torch'"
         )
     misfit = _misfit(*tensors)
     if misfit is not None:
-        raise ValueError(f"{what} by 'liger': {misfit}; take 'torch', or 'auto'")
+        raise ValueError(f"{what} by 'liger': {misfit}; use 'torch', or 'auto'")
 
 
 def _misfit(*tensors: Tensor) -> str | None:
     """Reason why the kernels do not support these tensors, or None."""
     if not is_plain(*tensors):
-        return "a compiler, a trace or a kind of tensor that its kernels do not know"
+        return "its kernels do not support compilers, tracing or this kind of tensor"
     first = tensors[0]
     if first.device.type != "cuda":
-        return f"its kernels run on CUDA, and the tensors are on {first.device.type!r}"
+        return f"its kernels run on CUDA, but the tensors are on {first.device.type!r}"
     if first.dtype not in _TYPES:
-        return f"its kernels compute in float32, and the tensors are {first.dtype}"
+        return f"its kernels compute in float32, but the tensors are {first.dtype}"
     if not first.numel() or not first.dim() or first.shape[-1] > _WIDEST:
-        return f"its kernels take 1 to {_WIDEST} columns, and the shape is {tuple(first.shape)}"
+        return f"its kernels take 1 to {_WIDEST} columns, but the shape is {tuple(first.shape)}"
     if any(each.shape != first.shape or each.dtype != first.dtype for each in tensors):
         found = [(tuple(each.shape), each.dtype) for each in tensors]
-        return f"its kernels take one shape and type, and the tensors are {found}"
+        return f"its kernels need one shape and dtype, but the tensors are {found}"
     return None
 
 
@@ -78,11 +78,11 @@ def operations() -> Any:
     try:
         found = importlib.import_module("liger_kernel.ops")
     except Exception as error:
-        logger.warning("liger-kernel cannot be imported, torch computes in its place: %s", error)
+        logger.warning("liger-kernel cannot be imported, using torch instead: %s", error)
         return None
     lacking = [name for name in _CALLED if not hasattr(found, name)]
     if lacking:
-        logger.warning("liger-kernel has no %s, torch computes in its place", lacking)
+        logger.warning("liger-kernel has no %s, using torch instead", lacking)
     return None if lacking else found
 
 

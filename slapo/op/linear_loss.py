@@ -121,18 +121,19 @@ def _check_operands(
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"linear_cross_entropy: hidden of shape {tuple(hidden.shape)} and weight of shape "
-            f"{tuple(weight.shape)} do not fit; pass (tokens, features) and (vocabulary, features)"
+            f"{tuple(weight.shape)} do not match; pass (tokens, features) and (vocabulary, "
+            "features)"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
-            f"linear_cross_entropy: bias of shape {tuple(bias.shape)} does not fit weight of shape "
-            f"{tuple(weight.shape)}; pass one number for each row, cut as the rows are"
+            f"linear_cross_entropy: bias of shape {tuple(bias.shape)} does not match weight of "
+            f"shape {tuple(weight.shape)}; pass one value per row, sharded like the rows"
         )
     check_shapes("linear_cross_entropy", hidden, labels)
     if not len(weight):
         raise ValueError(
-            f"linear_cross_entropy: weight of shape {tuple(weight.shape)} has no row on this rank; "
-            "share the vocabulary out over fewer ranks"
+            f"linear_cross_entropy: weight of shape {tuple(weight.shape)} has no row on this "
+            "rank; shard the vocabulary over fewer ranks"
         )
     if chunk < 1:
         raise ValueError(f"linear_cross_entropy: chunk is {chunk}; pass 1 token or more")
@@ -371,8 +372,8 @@ class LossHead(nn.Linear):
         gathering = [sync.op for sync in syncs_of(self) if sync.mode == "fwd_post" and sync.op]
         if gathering:
             raise ValueError(
-                f"LossHead: the sync {gathering[0]!r} after it is for logits, and it gives a loss "
-                "while it has targets; leave that sync out, or gather logits by a function"
+                f"LossHead: the sync {gathering[0]!r} after it needs logits, but it returns a "
+                "loss while it has targets; remove that sync, or gather logits by a function"
             )
         spec, state = shards_of(self).get("weight"), sharding_of(self)
         # group_size is also 1 for a rank that runs as if alone.
@@ -380,8 +381,8 @@ class LossHead(nn.Linear):
             return 0, None
         if spec.axis or len(spec.blocks) > 1 or spec.copies > 1:
             raise ValueError(
-                f"LossHead: its weight of shape {tuple(spec.full_shape)} is sliced along axis "
-                f"{spec.axis} in blocks of {list(spec.blocks)}, each part on {spec.copies} rank(s);"
-                ' for the loss, shard it by rows: shard("weight", 0, uneven=True)'
+                f"LossHead: its weight of shape {tuple(spec.full_shape)} is sharded along axis "
+                f"{spec.axis} in blocks of {list(spec.blocks)}, each part on {spec.copies} "
+                'rank(s); for the loss, shard it by rows: shard("weight", 0, uneven=True)'
             )
         return spec.start, state.group.group

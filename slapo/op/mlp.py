@@ -102,7 +102,7 @@ def gated_gelu(gate: Tensor, up: Tensor, backend: str = "auto") -> Tensor:
 
 def _is_for_liger(what: str, backend: str, gate: Tensor, up: Tensor) -> bool:
     if backend not in _BACKENDS:
-        raise ValueError(f"{what} by {backend!r} is not known; pass one of {list(_BACKENDS)}")
+        raise ValueError(f"{what}: unknown backend {backend!r}; pass one of {list(_BACKENDS)}")
     if backend == "liger":
         liger.check_fits(what, gate, up)
     return backend == "liger" or (backend == "auto" and liger.fits(gate, up))
@@ -220,9 +220,9 @@ class SameChildren(nn.Module):
         if set(children) != set(cls.parts) or tensors or "forward" in own:
             raise ValueError(
                 f"{cls.__name__}.like({type(module).__name__}): it has the children "
-                f"{list(children)}, the tensors {tensors}"
-                f"{' and a forward put on it' if 'forward' in own else ''}; pass a module of "
-                f"{list(cls.parts)} alone, or leave it as it is (kernels=False)"
+                f"{list(children)}, the tensors "
+                f"{tensors}{' and a forward put on it' if 'forward' in own else ''}; pass a "
+                f"module with only {list(cls.parts)}, or leave it unchanged (kernels=False)"
             )
         new = cls.__new__(cls)
         nn.Module.__init__(new)

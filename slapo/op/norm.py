@@ -84,8 +84,8 @@ class RMSNorm(nn.RMSNorm):
             shape = None if weight is None else tuple(weight.shape)
             raise ValueError(
                 f"RMSNorm.like({type(module).__name__}): weight of shape {shape}, eps {eps} and "
-                f"of its own beside them {others}; pass a norm with a weight of one dimension "
-                f"alone, and a number as one of {list(_EPSILONS)}"
+                f"other attributes {others}; pass a norm with only a one-dimensional weight, and "
+                f"a number as one of {list(_EPSILONS)}"
             )
         with torch.device("meta"):
             new = cls(weight.numel(), eps, offset, casts_to_weight)

@@ -125,7 +125,7 @@ def _join_each(root: Traced, containers: list[str]) -> dict[Kind, Joined]:
         except TraceError as error:
             if Kind(root.training) not in found:
                 raise
-            logger.info("the stages do not serve every call in %s: %s", _named(training), error)
+            logger.info("the stages do not support every call in %s: %s", _named(training), error)
     return found
 
 
@@ -207,19 +207,19 @@ def _check_container(node: Node) -> None:
         )
     if not isinstance(node.mod, Traced):
         raise SlapoError(
-            f"{node.where} is checkpointed or runs under fork_rng as a whole, and a stage ends "
-            "within it; apply these to the modules below it"
+            f"{node.where} is checkpointed or runs under fork_rng as a whole, but a stage ends "
+            "inside it; apply these to the modules below it"
         )
     trace = trace_of(node.mod)
     if trace.edited is not None or (trace.rules and node.parent is not None):
         raise SlapoError(
-            f"operations of {node.where} were rewritten, and a stage ends within it; rewrite the "
+            f"operations of {node.where} were rewritten, but a stage ends inside it; rewrite the "
             "modules below it instead"
         )
     if has_forward_hooks(node.mod) or has_backward_hooks(node.mod):
         raise SlapoError(
-            f"{node.where} carries hooks or syncs, and a stage ends within it, so it will not be "
-            "called as a whole; move them to modules that stay in one stage"
+            f"{node.where} has hooks or syncs, but a stage ends inside it, so it is never called "
+            "as a whole; move them to modules that stay in one stage"
         )
 
 

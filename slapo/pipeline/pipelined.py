@@ -62,7 +62,8 @@ class PipelineInputs:
             shown = {name: type(given[name]).__name__ for name in missing if name in given}
             raise SlapoError(
                 f"{self._label}: its stages take the tensors {self.names}; {missing} are missing "
-                f"or no tensors {shown}. Pass them, or trace with concrete_args to leave them out"
+                f"or not tensors {shown}. Pass them, or trace with concrete_args to leave them "
+                "out"
             )
         return tuple(given[name].contiguous() for name in self.names)
 
@@ -80,9 +81,9 @@ class PipelineInputs:
             now = _outline(given.get(name))
             if now != traced and name != "use_cache":
                 raise SlapoError(
-                    f"{self._label}: {name} is {_shown(now)}, and the stages were cut for "
-                    f"{_shown(traced)}; call it with inputs like those, or give inputs like these "
-                    "as example_inputs to apply_schedule, or to trace_until"
+                    f"{self._label}: {name} is {_shown(now)}, but the stages were cut for "
+                    f"{_shown(traced)}; call it with such inputs, or pass yours as "
+                    "example_inputs to apply_schedule or trace_until"
                 )
         count, names = self._split or (0, ())
         order = list(self._signature.parameters)[:count]
@@ -99,8 +100,8 @@ class PipelineInputs:
             condition = condition.replace(f"args[{k}]", name)
         condition = re.sub(r"kwargs\['(\w+)'\]", r"\1", condition)
         raise SlapoError(
-            f"{self._label}: the stages hold for inputs with {condition} only; pass such, or trace "
-            "with example inputs of other sizes"
+            f"{self._label}: the stages support only inputs with {condition}; pass such, or "
+            "trace with example inputs of other sizes"
         )
 
 

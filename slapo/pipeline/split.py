@@ -90,8 +90,8 @@ class _Plan:
                 )
             if index > 0 and index not in busy:
                 raise SlapoError(
-                    f"nothing runs between {ends[index - 1].target!r} and {end.target!r}, after "
-                    "which stages end; leave out one of the two cuts"
+                    f"nothing runs between the cuts after {ends[index - 1].target!r} and "
+                    f"{end.target!r}; remove one of them"
                 )
 
     def _is_work(self, node: fx.Node) -> bool:
@@ -132,9 +132,9 @@ class _Plan:
             if self.kinds[node] == "container":
                 users = [u.name for u in node.users if self.stage_of[u] > self.stage_of[node]]
                 raise SlapoError(
-                    f"{node.name!r}, a tuple or output object, is used whole by {users} in a later "
-                    "stage, and stages send tensors only; cut elsewhere, or make the module return "
-                    "tensors"
+                    f"{node.name!r}, a tuple or output object, is used as a whole by {users} in "
+                    "a later stage, but stages send only tensors; cut elsewhere, or make the "
+                    "module return tensors"
                 )
         return received
 
@@ -179,8 +179,8 @@ class _Plan:
         others = [u.name for u in users if u is not node and self.stage_of[u] >= here]
         if len(received) > 1 or (received and received[0] is target and others):
             raise SlapoError(
-                f"{node.format_node()} writes to {target.name!r}, which an earlier stage computes "
-                f"and {others} read too, under this or another name; cut at another place"
+                f"{node.format_node()} writes to {target.name!r}, which an earlier stage "
+                f"computes and {others} also read, under this or another name; cut elsewhere"
             )
 
     def _check_attribute(self, node: fx.Node, target: fx.Node) -> None:
@@ -189,8 +189,8 @@ class _Plan:
         stages = sorted({self.stage_of[user] for place in places for user in place.users})
         if len(stages) > 1:
             raise SlapoError(
-                f"{node.format_node()} writes to {target.target!r}, which the stages {stages} use, "
-                "each a copy of its own; cut so that one stage has all of its uses"
+                f"{node.format_node()} writes to {target.target!r}, but stages {stages} each use "
+                "their own copy; cut so that one stage has all of its uses"
             )
 
 

@@ -71,9 +71,8 @@ class Stage(fx.GraphModule):
         if found is None:
             was, now = ("eval", "train") if self.training else ("train", "eval")
             raise SlapoError(
-                f"stage {self.index} was cut from a graph that could be captured in {was} mode "
-                f"only; call .{was}() on it, or have the forward of the model do the same in "
-                f"{now} mode"
+                f"stage {self.index} was captured in {was} mode only; call .{was}() on it, or "
+                f"make the model's forward do the same in {now} mode"
             )
         return found
 

@@ -36,7 +36,7 @@ def inspect(path: Path, verify: bool = False) -> Iterator[str]:
             yield f"    {_verified(step)}"
     torn = sorted(p.name for p in path.glob("step_*.tmp"))
     if torn:
-        yield f"  under way or broken off: {', '.join(torn)}"
+        yield f"  in progress or interrupted: {', '.join(torn)}"
     yield ""
     yield from _step(steps[-1])
 
@@ -68,7 +68,7 @@ def _folder(path: Path) -> Iterator[str]:
     with Folder(path) as folder:
         leaves, config = folder.leaves(), folder.config()
     classes = ", ".join(config.get("architectures") or []) or "no config.json"
-    yield f"{path}: a folder of Hugging Face: {classes}{_kind(config)}"
+    yield f"{path}: a Hugging Face folder: {classes}{_kind(config)}"
     named = {
         name: Saved(list(leaf.shape), str(leaf.dtype).removeprefix("torch."))
         for name, leaf in leaves.items()
@@ -85,7 +85,7 @@ def _verified(path: Path) -> str:
         size = sum(step.checked(rank) for rank in range(step.world))
     finally:
         step.close()
-    return f"all checksums are right ({_size(size)})"
+    return f"all checksums match ({_size(size)})"
 
 
 def _kind(config: Any) -> str:

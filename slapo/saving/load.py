@@ -78,7 +78,7 @@ def load(engine: Trainer, run_or_step: Any, data: Any, only: str | None) -> Resu
     began, path = time.monotonic(), Path(run_or_step).absolute()
     same_on_all_ranks(_WHAT, {"path": str(path), "only": only, "data": data is not None})
     folder = all_ranks_or_none(_WHAT, lambda: find(path))
-    remedy = "all ranks have to see one folder"
+    remedy = "all ranks must see the same folder"
     same_on_all_ranks("the last complete step", str(folder), remedy=remedy)
     step = all_ranks_or_none(_WHAT, lambda: Step(folder))
     try:
@@ -92,7 +92,7 @@ def load(engine: Trainer, run_or_step: Any, data: Any, only: str | None) -> Resu
         try:
             all_ranks_or_none(_WHAT, loading.fill)
         except Exception as error:
-            half = HalfLoadedError(f"{_WHAT} broke off: {error}")
+            half = HalfLoadedError(f"{_WHAT} failed midway: {error}")
             raise on_every_rank(half) if is_on_every_rank(error) else half from error
     finally:
         step.close()
@@ -132,7 +132,7 @@ class _Loading:
         saved, here = self.manifest.model, described(self.engine)
         if saved["class"] != here["class"]:
             raise SlapoError(
-                f"{self.step.folder} is of a {saved['class']}, and this model is a {here['class']}"
+                f"{self.step.folder} holds a {saved['class']}, but this model is a {here['class']}"
             )
         shapes = original(self.engine).tensors
         values = self.manifest.tensors.get("", {})
@@ -145,12 +145,12 @@ class _Loading:
                 wrong.append(f"{name} is {tuple(values[name].shape)} there, {tuple(shape)} here")
         if wrong:
             more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-            raise SlapoError(f"{self.step.folder} is of another model: {wrong[:5]}{more}")
+            raise SlapoError(f"{self.step.folder} holds another model: {wrong[:5]}{more}")
         changed = sorted(_differences(saved["config"] or {}, here["config"] or {}))
         if changed and not self.only_weights:
             raise SlapoError(
-                f"{self.step.folder} is of a model with another config: {'; '.join(changed[:5])}; "
-                'make it the same, or pass only="weights"'
+                f"{self.step.folder} holds a model with another config: "
+                f'{"; ".join(changed[:5])}; use the same, or pass only="weights"'
             )
         self.notes += [f"config: {each}" for each in changed]
         if saved["schedule"] != here["schedule"]:
@@ -164,14 +164,14 @@ class _Loading:
         is_same = self.is_same_layout and manifest.engine == self.engine.kind
         if odd and not (is_same and manifest.model == described(self.engine)):
             raise SlapoError(
-                f"{self.step.folder}: {manifest.optimizer} keeps {odd}, which are not of the form "
-                "of the parameters and cannot be cut again; resume with the schedule and at the "
-                f"layout that have saved them, {manifest.layout} ({manifest.engine}), or pass "
+                f"{self.step.folder}: {manifest.optimizer} keeps {odd}, which differ from the "
+                "parameters in shape and cannot be resharded; resume with the schedule and "
+                f"layout that saved them, {manifest.layout} ({manifest.engine}), or pass "
                 'only="weights"'
             )
         if (self.engine.scheduler is None) != (self.manifest.scheduler is None):
             had = "no scheduler" if self.manifest.scheduler is None else "a scheduler"
-            self.notes.append(f"lr_scheduler: there was {had} when it was saved")
+            self.notes.append(f"lr_scheduler: the step was saved with {had}")
         for key, inside in by_cell(self.engine).items():
             self.rooms[key] = room_for(inside, self.manifest)
 
@@ -179,7 +179,7 @@ class _Loading:
         data, manifest = self.data, self.manifest
         if data is None:
             if manifest.has_data:
-                self.notes.append("data: its state was saved, and no data= was given")
+                self.notes.append("data: its state was saved, but no data= was given")
             return
         replicas, now = len({place[1] for place in manifest.places}), self.engine.mesh.shape[1]
         is_exact = manifest.has_data and replicas == now
@@ -188,12 +188,12 @@ class _Loading:
             return
         why = "its state"
         if not is_exact:
-            why = f"the number of samples that {replicas} replicas have seen, which are {now} now"
+            why = f"the number of samples seen by {replicas} replicas, which are {now} now"
         if not manifest.has_data:
-            why = "the number of samples that were seen, as no state of it was saved"
+            why = "the number of samples seen, since none of its state was saved"
         raise SlapoError(
-            f"{_WHAT}: data is a {type(data).__name__} without {self._method}(), which is to take "
-            f"{why}; give it one, or leave out data= and skip {manifest.samples} samples"
+            f"{_WHAT}: data is a {type(data).__name__} without {self._method}(), which must take "
+            f"{why}; add it, or leave out data= and skip {manifest.samples} samples"
         )
 
     def check_groups(self) -> None:
@@ -213,7 +213,7 @@ class _Loading:
         if found != self.manifest.optimizer:
             had, has = (name or "no optimizer" for name in (self.manifest.optimizer, found))
             raise SlapoError(
-                f"{self.step.folder} was saved with {had}, and this engine has {has}; pass the "
+                f"{self.step.folder} was saved with {had}, but this engine has {has}; pass the "
                 'same, or only="weights"'
             )
         here = {name for group in every for name in group["names"]}
@@ -221,8 +221,8 @@ class _Loading:
         if here != there:
             only_here, only_there = sorted(here - there), sorted(there - here)
             raise SlapoError(
-                f"{self.step.folder}: the optimizer had other parameters: {only_there[:3]} then, "
-                f'{only_here[:3]} now; build it with the same ones, or pass only="weights"'
+                f"{self.step.folder}: the optimizer had other parameters: {only_there[:3]} when "
+                f'saved, {only_here[:3]} now; build it with the same, or pass only="weights"'
             )
         number_of = {n: k for k, g in enumerate(self.manifest.groups) for n in g["names"]}
         for group in merged_groups(every):
@@ -230,8 +230,8 @@ class _Loading:
             other = next((n for n in group["names"] if number_of[n] != number_of[first]), None)
             if other is not None:
                 raise SlapoError(
-                    f"{self.step.folder}: {first!r} and {other!r} were in two parameter groups of "
-                    "other options, and are in one now; make the same groups, or pass "
+                    f"{self.step.folder}: {first!r} and {other!r} were in parameter groups with "
+                    "different options, but are in one now; make the same groups, or pass "
                     'only="weights"'
                 )
         saved = self.manifest.groups
@@ -315,8 +315,8 @@ class _Loading:
         else:
             torch.manual_seed(seed)
         self.notes.append(
-            f"random states are those of another layout, {manifest.layout}; seeded again from the "
-            "seed and the step"
+            f"random states belong to another layout, {manifest.layout}; reseeded from the seed "
+            "and the step"
         )
 
 

@@ -55,8 +55,8 @@ def encode(value: Any, tensors: list[Tensor], where: str) -> Any:
         keyed = [[encode(k, tensors, f"a key of {where}"), v] for k, v in pairs]
         return {_TAG: _DICTS.get(type(value), "dict"), "pairs": keyed}
     raise SlapoError(
-        f"{where} is a {type(value).__name__}, which is not saved: only numbers, texts, tensors, "
-        "arrays, and lists and dicts of them are"
+        f"{where} is a {type(value).__name__}, which cannot be saved; use numbers, strings, "
+        "tensors, arrays, or lists and dicts of them"
     )
 
 

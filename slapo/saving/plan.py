@@ -54,7 +54,7 @@ def share_out(
     if lacking:
         raise SlapoError(
             f"the ranks do not hold all of {lacking[:5]}; call it on every rank, with the engine "
-            "that slapo.build returned there"
+            "returned by slapo.build"
         )
     return shares
 

@@ -138,17 +138,19 @@ def save(
 
 def _check(engine: Trainer, data: Any, keep: int | None) -> None:
     if keep is not None and (not isinstance(keep, int) or keep < 1):
-        raise ValueError(f"keep is {keep!r}; pass how many of the last steps stay, or None for all")
+        raise ValueError(
+            f"keep is {keep!r}; pass the number of last steps to keep, or None for all"
+        )
     if data is not None and not callable(getattr(data, "state_dict", None)):
         raise TypeError(
-            f"data is a {type(data).__name__} without state_dict(); pass what yields the batches, "
-            "as torchdata's StatefulDataLoader, or leave it out"
+            f"data is a {type(data).__name__} without state_dict(); pass the iterable of "
+            "batches, such as torchdata's StatefulDataLoader, or leave it out"
         )
     scheduler = engine.scheduler
     if scheduler is not None and not callable(getattr(scheduler, "state_dict", None)):
         raise TypeError(
-            f"lr_scheduler is a {type(scheduler).__name__} without state_dict(), so no run "
-            "could go on; give it one, and load_state_dict()"
+            f"lr_scheduler is a {type(scheduler).__name__} without state_dict(), so runs cannot "
+            "resume; give it one, and load_state_dict()"
         )
     check_origins(_WHAT, engine.held())
 
@@ -177,7 +179,7 @@ def _describe(engine: Trainer, everyone: Sequence[_Report], has_data: bool) -> M
     for report in everyone:
         wrong = [key for key, (dtype, _) in report.tensors.items() if dtype != dtypes[key]]
         if wrong:
-            raise SlapoError(f"{_WHAT}: {wrong[0][1]!r} is of two dtypes on the ranks")
+            raise SlapoError(f"{_WHAT}: {wrong[0][1]!r} has different dtypes on the ranks")
     for (slot, name), dtype in dtypes.items():
         saved = Saved(list(given.tensors[name][0]), str(dtype).removeprefix("torch."))
         tensors.setdefault(slot, {})[name] = saved
@@ -234,8 +236,8 @@ def _values(mine: Mine, share: Mapping[Key, Sequence[Any]]) -> dict[tuple[Key, B
 def _start(folder: Path) -> None:
     if folder.exists():
         raise SlapoError(
-            f"{_WHAT}: {folder} is there already, and no step is overwritten; pass another run, or "
-            "load that step"
+            f"{_WHAT}: {folder} already exists, and steps are never overwritten; pass another "
+            "run, or load that step"
         )
     temporary = temporary_of(folder)
     shutil.rmtree(temporary, ignore_errors=True)

@@ -143,7 +143,7 @@ def _add_numbers(mine: Mine, optimizer: Any, cells: Mapping[int, Sequence[Held]]
         if inside is None:
             if state:
                 raise SlapoError(
-                    f"engine.save: {type(optimizer).__name__} keeps {sorted(state)} of something "
+                    f"engine.save: {type(optimizer).__name__} keeps {sorted(state)} for a tensor "
                     "that is not a parameter of the model, which cannot be saved"
                 )
             continue
@@ -222,9 +222,9 @@ def room_for(inside: Sequence[Held], manifest: Manifest) -> Room:
         found = {kept["values"][name] for name in names if name in kept["values"]}
         if len(found) > 1:
             raise SlapoError(
-                f"{inside[0].name!r} is made of {names[:4]}, whose {slot!r} in the checkpoint is "
-                f"{sorted(found)}, and the optimizer has one for all of it; resume with the "
-                "schedule that has saved it"
+                f"{inside[0].name!r} combines {names[:4]}, whose {slot!r} in the checkpoint is "
+                f"{sorted(found)}, but the optimizer has one for all of it; resume with the "
+                "schedule that saved it"
             )
         if found:
             numbers[slot] = found.pop()

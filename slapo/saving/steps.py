@@ -145,7 +145,7 @@ class Manifest:
             raise SlapoError(f"{path} is damaged ({type(error).__name__}: {error})") from error
         if version != FORMAT:
             raise SlapoError(
-                f"{path} is of format {version}, and this slapo reads format {FORMAT}; install the "
+                f"{path} has format {version}, but this slapo reads format {FORMAT}; install the "
                 f"one that wrote it: {given.get('versions', {}).get('slapo', 'a newer one')}"
             )
         try:
@@ -219,8 +219,7 @@ class Step:
             size += found.nbytes
             if checksum(found) != expected:
                 raise SlapoError(
-                    f"{file.path}: {name!r} is not what was written (its checksum is another); "
-                    "take a step before this one"
+                    f"{file.path}: {name!r} is damaged (its checksum differs); use an earlier step"
                 )
         return size
 
@@ -253,8 +252,8 @@ class Step:
             path = self.folder / file_of(rank)
             if not path.is_file():
                 raise SlapoError(
-                    f"{self.folder} lacks {path.name}, which rank {rank} has written; put it back, "
-                    "or delete the folder to resume from the step before"
+                    f"{self.folder} lacks {path.name}, which rank {rank} wrote; restore it, or "
+                    "delete the folder to resume from the step before"
                 )
             self._files[rank] = TensorFile(path)
         return self._files[rank]
@@ -267,10 +266,10 @@ def find(run_or_step: Path) -> Path:
     found = checkpoints(run_or_step)
     if not found:
         there = sorted(p.name for p in run_or_step.iterdir()) if run_or_step.is_dir() else None
-        what = "is not there" if there is None else f"holds {there[:5] or 'nothing'}"
+        what = "does not exist" if there is None else f"holds {there[:5] or 'nothing'}"
         raise SlapoError(
             f"{run_or_step} has no complete step of engine.save: it {what}; pass the folder that "
-            "was given to save, or one step in it"
+            "was passed to save, or a step in it"
         )
     return found[-1]
 

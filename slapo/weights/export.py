@@ -42,7 +42,7 @@ def size_in_bytes(text: str | int) -> int:
         return text
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B\s*", str(text).upper())
     if found is None:
-        raise ValueError(f'max_shard_size is {text!r}; pass bytes, or a text such as "5GB"')
+        raise ValueError(f'max_shard_size is {text!r}; pass bytes, or a string such as "5GB"')
     number, unit, binary = found.groups()
     base = _UNITS[unit] if not binary else 1024 ** "_KMGT".index(unit or "_")
     return int(float(number) * base)
@@ -91,8 +91,8 @@ def _check_whole(exchange: Exchange, disk: Mapping[str, Pieced]) -> None:
     lacking = [n for n, t in disk.items() if any(exchange.lacks(*need) for need in t.needs())]
     if lacking:
         raise SlapoError(
-            f"save_pretrained: {lacking[:5]} cannot be made from what the ranks hold; call it on "
-            "every rank, with the engine or model that slapo.build returned there"
+            f"save_pretrained: the ranks do not hold all of {lacking[:5]}; call it on every "
+            "rank, with the engine or model returned by slapo.build"
         )
 
 
@@ -107,8 +107,9 @@ def _check_trained(held: Sequence[Held], disk: Mapping[str, Pieced]) -> None:
     ]
     if left:
         raise SlapoError(
-            f"save_pretrained: {left[:5]} are trained, and are not in the adapters, which are all "
-            "that is written; freeze them, or merge_and_unload() first and save the whole model"
+            f"save_pretrained: {left[:5]} are trained, but not in the adapters, and only "
+            "adapters are written; freeze them, or merge_and_unload() first and save the full "
+            "model"
         )
 
 
@@ -132,7 +133,7 @@ def _shared_out(disk: Mapping[str, Pieced], limit: int) -> dict[str, list[str]]:
 def _start(folder: Path, temporary: Path) -> None:
     if folder.is_dir() and any(folder.iterdir()):
         raise SlapoError(
-            f"save_pretrained: {folder} holds files already; pass a new folder, or remove it first"
+            f"save_pretrained: {folder} is not empty; pass a new folder, or remove it first"
         )
     if folder.exists() and not folder.is_dir():
         raise SlapoError(f"save_pretrained: {folder} is a file; pass a folder")

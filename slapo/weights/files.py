@@ -137,7 +137,7 @@ class TensorFile:
         found = _DTYPES.get(self._entries[name]["dtype"])
         if found is None:
             raise SlapoError(
-                f"{self.path}: {name!r} is of the type {self._entries[name]['dtype']}, which this "
+                f"{self.path}: {name!r} has dtype {self._entries[name]['dtype']}, which this "
                 "version cannot read"
             )
         return found
@@ -163,9 +163,7 @@ class TensorFile:
         size = os.fstat(self._fd).st_size
         length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
         if size < 8 or length > size - 8:
-            raise SlapoError(
-                f"{self.path} has {size} bytes, which is not a safetensors file, or part of one"
-            )
+            raise SlapoError(f"{self.path} has {size} bytes and is not a complete safetensors file")
         try:
             header = json.loads(os.pread(self._fd, length, 8))
             header.pop("__metadata__", None)
@@ -176,8 +174,8 @@ class TensorFile:
         promised = 8 + length + max(ends, default=0)
         if promised != size or not all(n >= 0 for n in sizes):
             raise SlapoError(
-                f"{self.path} has {size} bytes, and its header says {promised}; the file is cut "
-                "off or damaged: copy it again"
+                f"{self.path} has {size} bytes, but its header says {promised}; the file is "
+                "truncated or damaged: copy it again"
             )
         return header, 8 + length
 

@@ -78,13 +78,13 @@ class Folder:
             self._add([self.path])
         elif not self.path.is_dir():
             raise SlapoError(
-                f"{self.path} is neither a folder nor a file; pass a folder that save_pretrained "
-                "has written, or one that was downloaded before: nothing is downloaded here"
+                f"{self.path} is neither a folder nor a file; pass a folder written by "
+                "save_pretrained, or one already downloaded: nothing is downloaded here"
             )
         elif (self.path / MANIFEST).is_file():
             raise SlapoError(
-                f"{self.path} is a step of engine.save, which engine.load reads; "
-                "slapo.save_pretrained writes a folder of weights"
+                f"{self.path} is a step of engine.save; load it with engine.load, or pass a "
+                "folder of slapo.save_pretrained"
             )
         elif (self.path / INDEX).is_file():
             self._add_index(_json(self.path / INDEX))
@@ -112,18 +112,18 @@ class Folder:
         files = sorted(set(where.values()))
         gone = [name for name in files if not (self.path / name).is_file()]
         if gone:
-            raise SlapoError(f"{self.path}: the index names {gone[:3]}, which are not there")
+            raise SlapoError(f"{self.path}: the index names {gone[:3]}, which do not exist")
         self._add([self.path / name for name in files])
         lacking = [name for name in where if name not in self._file_of]
         extra = [name for name in self._file_of if name not in where]
         if lacking or extra:
-            what = f"lack {lacking[:3]}" if lacking else f"have {extra[:3]} beside what it names"
-            raise SlapoError(f"{self.path}: the index and its files differ, which {what}")
+            what = f"lack {lacking[:3]}" if lacking else f"also have {extra[:3]}"
+            raise SlapoError(f"{self.path}: the index does not match its files, which {what}")
 
     def _add(self, paths: list[Path]) -> None:
         old = sorted(self.path.glob("pytorch_model*.bin"))
         if old and paths[0] not in old:
-            logger.info("%s has %s, too; the safetensors are read", self.path, old[0].name)
+            logger.info("%s also has %s; reading the safetensors", self.path, old[0].name)
         for path in paths:
             if path.suffix == ".safetensors":
                 file = self._open.enter_context(TensorFile(path))
@@ -138,7 +138,7 @@ def _loaded(path: Path) -> dict[str, Tensor]:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise SlapoError(
-            f"{path} is not a file of tensors alone ({type(error).__name__}: {str(error)[:200]}); "
+            f"{path} does not hold only tensors ({type(error).__name__}: {str(error)[:200]}); "
             "code in it is not run: save the model as safetensors"
         ) from None
     if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
@@ -218,14 +218,14 @@ class Found:
         if quantized:
             raise SlapoError(
                 f"{self.folder.path} holds weights quantized by "
-                f"{quantized.get('quant_method', 'some method')!r}, which cannot be sharded; pass "
-                "a folder of plain weights"
+                f"{quantized.get('quant_method', 'some method')!r}, which cannot be sharded; "
+                "pass unquantized weights"
             )
         family = getattr(original.config, "model_type", None)
         other = config.get("model_type")
         if original.is_of_transformers and other is not None and other != family:
             raise SlapoError(
-                f"{self.folder.path} holds a model of the family {other!r}, and this one is of "
+                f"{self.folder.path} holds a model of family {other!r}, but this one is of "
                 f"{family!r} ({original.cls.__name__}); make the model from this folder's config"
             )
 
@@ -238,14 +238,15 @@ class Found:
             read = self.folder.read
             if one.shape != two.shape or not torch.equal(one.read(read), two.read(read)):
                 raise SlapoError(
-                    f"{self.folder.path} has two values for {first!r} and {name!r}, which are one "
-                    "tensor in this model; make the model without tied weights, or save them alike"
+                    f"{self.folder.path} has two values for {first!r} and {name!r}, which are "
+                    "one tensor in this model; make the model without tied weights, or save "
+                    "equal ones"
                 )
 
     def _besides(self, wrong: Collection[str]) -> str:
         missing = [name for name in self.missing if name not in wrong]
         lacks = f"; it lacks {missing[:3]}" if missing else ""
-        return lacks + (f"; it has {self.unexpected[:3]} beside" if self.unexpected else "")
+        return lacks + (f"; it also has {self.unexpected[:3]}" if self.unexpected else "")
 
     def _check_shapes(self, original: Original, mismatched: Any) -> None:
         wrong = {name: (tuple(disk), tuple(here)) for name, disk, here in mismatched}
@@ -256,8 +257,9 @@ class Found:
             shown = [f"{n} is {disk}, not {here}" for n, (disk, here) in sorted(wrong.items())[:3]]
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise SlapoError(
-                f"{self.folder.path} holds a model of other sizes: {'; '.join(shown)}{more}"
-                f"{self._besides(wrong)}; make the model from this folder's config"
+                f"{self.folder.path} holds a model of different sizes: "
+                f"{'; '.join(shown)}{more}{self._besides(wrong)}; make the model from this "
+                "folder's config"
             )
 
 
@@ -305,8 +307,8 @@ def skeleton_of(original: Original) -> nn.Module:
             model: nn.Module = made(original.config)
     except Exception as error:
         raise SlapoError(
-            f"a {made.__name__} cannot be made from its config alone ({type(error).__name__}: "
-            f"{error}), as from_pretrained would; let its __init__ take the config"
+            f"{made.__name__} cannot be created from its config alone ({type(error).__name__}: "
+            f"{error}), as from_pretrained does; let its __init__ take the config"
         ) from error
     return model
 
@@ -331,9 +333,9 @@ def on_disk(original: Original, dtypes: Mapping[str, torch.dtype]) -> dict[str, 
     unlike = [n for n, t in leaves.items() if n not in known or known[n].shape != t.shape]
     if unlike:
         raise SlapoError(
-            f"save_pretrained: {unlike[:3]} are not in a {original.cls.__name__} of this config, "
-            "which from_pretrained would make; save before the model is changed, as by adapters, "
-            "or keep the config in step with it"
+            f"save_pretrained: {unlike[:3]} are not in a {original.cls.__name__} that "
+            "from_pretrained would create from this config; save before changing the model, as "
+            "with adapters, or update the config"
         )
     left_out = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
     kept = {name: leaf for name, leaf in leaves.items() if name not in left_out}
@@ -352,9 +354,9 @@ def _adapters_on_disk(original: Original, leaves: dict[str, Pieced]) -> dict[str
     ((name, config), *others) = adapters.items()
     if others or getattr(config, "modules_to_save", None):
         raise SlapoError(
-            f"save_pretrained: the model has the adapters {list(adapters)} with modules_to_save="
-            f"{getattr(config, 'modules_to_save', None)}, and one of LoRA alone can be written; "
-            "engine.save keeps everything"
+            f"save_pretrained: the model has the adapters {list(adapters)} with "
+            f"modules_to_save={getattr(config, 'modules_to_save', None)}, but only a single LoRA "
+            "adapter can be written; engine.save keeps all"
         )
     prefix = "base_model.model."  # the schedule may be for the base model inside
     own = {key.removeprefix(prefix): leaf for key, leaf in leaves.items() if ".lora_" in key}

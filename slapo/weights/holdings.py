@@ -40,8 +40,8 @@ class Held:
         tensor, here = self.tensor.detach(), self.here
         if tensor.shape != here.shape:
             raise SlapoError(
-                f"{self.name!r} has the shape {tuple(tensor.shape)}, and this rank's part of it is "
-                f"{tuple(here.shape)}; pass the engine that slapo.build returned, not its module"
+                f"{self.name!r} has shape {tuple(tensor.shape)}, but this rank's part of it has "
+                f"{tuple(here.shape)}; pass the engine returned by slapo.build, not its module"
             )
         if not is_sharded(tensor):
             yield tensor, here
@@ -105,14 +105,14 @@ def check_origins(what: str, held: Iterable[Held]) -> None:
     lost = [item.name for item in held if item.origin is None]
     if lost:
         raise SlapoError(
-            f"{what}: {lost[:5]} come from no tensor of the original model, under whose names "
-            "tensors are saved; let the module that has them declare weight_sources()"
+            f"{what}: {lost[:5]} come from no tensor of the original model, whose names are used "
+            "for saving; declare weight_sources() in their module"
         )
     pieces = ((item.name, piece.leaf) for item in held for piece in item.origin.pieces)  # type: ignore[union-attr]
     made = list(dict.fromkeys(name for name, leaf in pieces if not isinstance(leaf, str)))
     if made:
         raise SlapoError(
             f"{what}: {made[:5]} are computed from tensors of the original model by code that "
-            "cannot be run backwards; let weights_from() only move values (cat, split, stack, "
+            "cannot be inverted; only move values in weights_from() (cat, split, stack, "
             "transpose, slices)"
         )

@@ -233,11 +233,11 @@ class _Materializer:
             left = self._try_ways(path, module, wanted)
             values = {slot: slot.tensor for slot in wanted}
         if left:
-            why = "init_weights, as it was passed, does not set them; let it"
+            why = "the given init_weights does not set them; let it"
             if self.initialize[-1] is _reset:
                 why = (
-                    "neither a reset_parameters of its own nor the model's _init_weights sets "
-                    "them; pass init_weights=fn(module, path) to build"
+                    "neither its reset_parameters nor the model's _init_weights sets them; pass "
+                    "init_weights=fn(module, path) to build"
                 )
             raise SlapoError(
                 f"{path!r} ({type(module).__name__}) cannot initialize "
@@ -300,8 +300,8 @@ class _Materializer:
         ]
         if left and self.initialize:
             raise SlapoError(
-                f"{left[:5]} are still on meta; they belong to modules that are not reached "
-                "through children. Initialize them by hand and build with init_weights=False"
+                f"{left[:5]} are still on meta; their modules are not registered as children. "
+                "Initialize them by hand and build with init_weights=False"
             )
 
 

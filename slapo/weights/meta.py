@@ -181,6 +181,6 @@ def _refuse_values(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     empty = [name for name, param in module.named_parameters() if param.is_meta]
     if empty:
         raise SlapoError(
-            f"{type(module).__name__} was called before it has values: {empty[:3]} are on meta; "
-            "call what slapo.build(sch) returns, which creates them"
+            f"{type(module).__name__} was called before initialization: {empty[:3]} are on meta; "
+            "call the model returned by slapo.build(sch)"
         )

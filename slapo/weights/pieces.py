@@ -215,7 +215,7 @@ class Pieced(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise TypeError(f"{func} needs values, and where a tensor comes from has none")
+        raise TypeError(f"{func} needs values, but only the origin of this tensor is known")
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:

@@ -75,7 +75,7 @@ def check_ties(model: nn.Module, ties: TieGroups) -> None:
         params = parameters_named(model, present)
         if len({id(p) for p in params}) > 1:
             raise SlapoError(
-                f"{', '.join(present)} were one parameter and are not any more, with shapes "
+                f"{', '.join(present)} were one parameter but are now separate, with shapes "
                 f"{[tuple(p.shape) for p in params]}; schedule both sides alike, or untie them "
                 "before create_schedule"
             )
@@ -127,10 +127,9 @@ class TiePlan:
         if target is None or present is None or present.shape != param.shape:
             has = f"shape {tuple(present.shape)}" if present is not None else "no such parameter"
             raise ValueError(
-                f"{name!r} of shape {tuple(param.shape)} is tied to {partners}, and "
-                f"{type(new).__name__} has {has} to take its place, which would break the tie; "
-                f"give it a parameter {local!r} of that shape, or untie the two before "
-                "create_schedule"
+                f"{name!r} of shape {tuple(param.shape)} is tied to {partners}, but "
+                f"{type(new).__name__} has {has} to replace it, which would break the tie; give "
+                f"it a parameter {local!r} of that shape, or untie the two before create_schedule"
             )
         self._moves.append((*target, param))
         self._renames[name] = local

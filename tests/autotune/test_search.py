@@ -136,7 +136,7 @@ def test_points_that_do_not_fit_do_not_run(tmp_path: Path) -> None:
     for trial in found.trials:
         assert trial.predicted is not None
         assert trial.outcome == ("ok" if trial.values["a"] <= 2 else "does_not_fit")
-    assert "6 points do not fit by their prediction" in summary(found)
+    assert "6 points are predicted not to fit" in summary(found)
 
 
 def test_predictions_are_asked_for_once(tmp_path: Path) -> None:
@@ -202,11 +202,17 @@ def test_predictions_may_refuse() -> None:
         ({"memory": 1, "throughput": 1}, "has no 'capacity'"),
         ({"memory": 1, "capacity": 1}, "has no 'throughput'"),
         (7, "returned 7, which has no 'memory'"),
-        ({"memory": "much", "capacity": 1, "throughput": 1}, "memory='much'; give a finite number"),
+        (
+            {"memory": "much", "capacity": 1, "throughput": 1},
+            "memory='much'; return a finite number",
+        ),
         ({"memory": float("nan"), "capacity": 1, "throughput": 1}, "memory=nan"),
-        ({"memory": -5, "capacity": 1, "throughput": 1}, "give a finite number from 0 on"),
+        ({"memory": -5, "capacity": 1, "throughput": 1}, "return a finite number, 0 or more"),
         ({"memory": 1, "capacity": 1, "throughput": float("inf")}, "throughput=inf"),
-        ({"memory": 10**400, "capacity": 1, "throughput": 1}, "memory=10.*; give a finite number"),
+        (
+            {"memory": 10**400, "capacity": 1, "throughput": 1},
+            "memory=10.*; return a finite number",
+        ),
         ({"memory": 2**30, "capacity": 1, "throughput": 1}, "none of 12 .* needs 1.00 of 0.00 GiB"),
         (lambda point: point["c"], r"predict\(.*\) failed with KeyError: 'c'; raise"),
         (sys.exit, r"predict\(.*\) failed with SystemExit"),
@@ -344,7 +350,7 @@ def test_a_constraint_that_changes(tmp_path: Path) -> None:
     found = tune(sizes, run=run, db=tmp_path / "db", constraint=lambda point: point["bs"] <= 3)
     assert found.best is not None
     assert (found.best.result, found.foreign, len(run.points)) == (3.0, 3, 6)
-    assert "3 trials of the database are of points of another space" in summary(found)
+    assert "3 trials of the database belong to another space" in summary(found)
 
 
 def test_trials_of_other_points_do_not_count(tmp_path: Path) -> None:
@@ -373,10 +379,15 @@ def test_a_database_of_another_search(tmp_path: Path) -> None:
     for trials in (1, 2):
         tune(grid, first_command, db=db, trials=trials)
     for space, command, metric, message in [
-        (sizes, first_command, "throughput", r"space: there a of \[1, .*; here bs of \[1, 2"),
-        (grid, first_command, "speed", "metric: there throughput; here speed. Name another"),
-        (grid, ["echo"], "throughput", r"command: there the function .*; here echo"),
-        (grid, other_command, "throughput", r"command: there the function .*; here the function"),
+        (sizes, first_command, "throughput", r"space: a of \[1, .* there, bs of \[1, 2"),
+        (grid, first_command, "speed", "metric: throughput there, speed here; name another"),
+        (grid, ["echo"], "throughput", r"command: the function .* there, echo here"),
+        (
+            grid,
+            other_command,
+            "throughput",
+            r"command: the function .* there, the function .* here",
+        ),
     ]:
         with pytest.raises(TuneError, match=f"holds a search with another {message}"):
             tune(space, command, db=db, metric=metric)
@@ -387,7 +398,7 @@ def test_equal_answers_that_make_another_point(tmp_path: Path) -> None:
         return lambda choose: {"tp": choose("tp", [1, 2]), "dp": gpus}
 
     tune(space_of(8), run=lambda point: 1.0, db=tmp_path / "db", trials=1)
-    with pytest.raises(TuneError, match=r"another space: .* ran .*'dp': 8.* makes .*'dp': 16"):
+    with pytest.raises(TuneError, match=r"another space: .* ran .*'dp': 8.* is now .*'dp': 16"):
         tune(space_of(16), run=lambda point: 1.0, db=tmp_path / "db")
 
 
@@ -433,7 +444,7 @@ def test_databases(tmp_path: Path) -> None:
         ("text", "text cannot be used as a database: .*; name a new file"),
         ("broken", "broken cannot be used as a database"),
         ("", "cannot be used as a database: .*unable to open"),
-        ("no/where/db", "cannot be written: No such .*; name a file in a folder that can be"),
+        ("no/where/db", "cannot be written: No such .*; name a file in a writable folder"),
     ],
 )
 def test_files_that_are_no_database(tmp_path: Path, name: str, message: str) -> None:

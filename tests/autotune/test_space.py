@@ -107,7 +107,7 @@ def fails(choose: Choices) -> dict[str, Any]:
         (lambda choose: {"a": choose("a", (object(), 1))}, "not JSON serializable"),
         (lambda choose: {"a": choose("a", "flash")}, r"candidates are a str, .* write \[\.\.\.\]"),
         (lambda choose: {"a": choose("a", {1, 2})}, r"candidates are a set, .* write \[\.\.\.\]"),
-        (asks_twice, r"'a' was chosen from \[1, 2\] and is asked for from \[3, 4\]"),
+        (asks_twice, r"'a' was chosen from \[1, 2\] and then from \[3, 4\]"),
         (fails, r"failed with ZeroDivisionError: .* after it chose \{'a': 0\}"),
     ],
 )
@@ -189,5 +189,5 @@ def test_large_spaces_of_which_no_point_was_seen() -> None:
         for name in "abcdefgh":
             choose(name, range(10))
 
-    with pytest.raises(TuneError, match=r"none of \d+ looks at this large space gave a point"):
+    with pytest.raises(TuneError, match=r"none of \d+ samples of this large space gave a point"):
         survey(space, limit=20)

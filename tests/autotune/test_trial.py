@@ -91,7 +91,7 @@ OOM, PEER = ["out_of_memory", "CUDA out of memory"], ["crash", "Connection close
         ("pass", "no_result", "it printed nothing"),
         ("import sys; sys.stdout.buffer.write(bytes(range(256)))", "no_result", "last line"),
         (entries() + "open(os.environ['SLAPO_RESULTS'], 'a').write('{\"thr')", "no_result", ""),
-        ("import time; time.sleep(60)", "timeout", "ended after 0.5 s"),
+        ("import time; time.sleep(60)", "timeout", "timed out after 0.5 s"),
     ],
 )
 def test_outcomes(tmp_path: Path, code: str, kind: str, reason: str) -> None:
@@ -339,7 +339,7 @@ def test_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ([], "there is no script to run"),
         (["nope.py"], "there is no script 'nope.py' in "),
-        (["no-such-program"], "no program of that name that can be executed"),
+        (["no-such-program"], "no executable of that name"),
         (["/etc/passwd"], "there is no script '/etc/passwd' in "),
         (["echo", "{tpp}"], r"placeholder \{tpp\}: did you mean 'tp'\? The point"),
         (lambda values: "echo 1", "return a list of the program"),

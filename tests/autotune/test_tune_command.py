@@ -183,7 +183,7 @@ def test_a_script_without_a_result(tune: Run) -> None:
             db.unlink()
         status, _, err = tune("--config", "space.py", *PYTHON, "train.py")
         assert status == 2
-        assert "the script gives no result" in err
+        assert "the script reports no result" in err
         assert why in err
         assert "report_result" in err
         assert Path(re.findall(r"Its log: (\S+)", err)[0]).exists()

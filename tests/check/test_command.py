@@ -116,7 +116,7 @@ def test_draw(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["draw", f"{script}:odd"]) == 1
     assert "return (model, schedule)" in capsys.readouterr().err
     assert main(["draw", f"{script}:right", "--tp", "0"]) == 1
-    assert "--tp is 0; pass a whole number from 1 on" in capsys.readouterr().err
+    assert "--tp is 0; pass a positive integer" in capsys.readouterr().err
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def test_reentrant_checkpoint_of_what_has_no_gradient_to_send_back() -> None:
     sch = slapo.create_schedule(Positions())
     sch["table"].checkpoint(use_reentrant=True)
     ids = torch.arange(5)
-    message = r"\['weight'\] would get none either; pass use_reentrant=False"
+    message = r"\['weight'\] would get none; pass use_reentrant=False"
     with pytest.raises(slapo.SlapoError, match=message):
         check(sch, ids)
     with pytest.raises(slapo.SlapoError, match=message):

@@ -64,9 +64,12 @@ def test_it_trains(processes: int, arguments: str) -> None:
     ("arguments", "message"),
     [
         ("--pp 3", "pp=3, dp=1, tp=1 makes 3 processes, and the job has 2"),
-        ("--pp 2 --batch 1", "a batch of 1 samples cannot be cut in micro_batches=2"),
+        ("--pp 2 --batch 1", "a batch of 1 samples cannot be split into micro_batches=2"),
         ("--pp 2 --target deepspeed --zero 3", "ZeRO"),
-        ("--pp 2 --model albert", "pipeline_cuts=2 is not for this family: its layers run several"),
+        (
+            "--pp 2 --model albert",
+            "pipeline_cuts=2 does not fit this family: its layers run several",
+        ),
     ],
 )
 def test_mistakes(arguments: str, message: str) -> None:
@@ -130,7 +133,7 @@ def test_every_model_trains(others: list[str]) -> None:
         )
     }
     refused = runs["--pp 2"].pop("albert")
-    assert "pipeline_cuts=2 is not for this family" in refused
+    assert "pipeline_cuts=2 does not fit this family" in refused
     assert {key for found in runs.values() for key in found} | {"albert"} == {*BOTH, *others}
     for options, found in runs.items():
         for key, losses in found.items():

@@ -26,16 +26,17 @@ MODES: dict[str, dict[str, Any]] = {
 }
 #: (key, mode) -> what the refusal says. Of what only several ranks can be refused, see below.
 REFUSED: dict[tuple[str, str], str] = {
-    **{("albert", mode): "sequence_parallel=True is not for this" for mode in ("tokens", "all")},
+    **{("albert", mode): "sequence_parallel=True does not fit this" for mode in ("tokens", "all")},
     **{
-        ("wideresnet", mode): "sequence_parallel=True is not for this" for mode in ("tokens", "all")
+        ("wideresnet", mode): "sequence_parallel=True does not fit this"
+        for mode in ("tokens", "all")
     },
     ("wideresnet", "fused"): "fused_loss is for models whose loss is",
-    ("wideresnet", "eager"): "attn_op_name='eager' is not for this family",
+    ("wideresnet", "eager"): "attn_op_name='eager' does not fit this family",
     ("vit", "fused"): "fused_loss is for models whose loss is",
     ("vit", "all"): "fused_loss is for models whose loss is",
     **{
-        (key, "bias and gelu"): "disable_fuse_bias_gelu=False is not for this family"
+        (key, "bias and gelu"): "disable_fuse_bias_gelu=False is not supported by this family"
         for key in [
             "albert",
             "gemma",
@@ -54,4 +55,4 @@ REFUSED: dict[tuple[str, str], str] = {
     },
 }
 #: Keys whose models are not cut into stages, and why.
-UNCUT = {"albert": "pipeline_cuts=2 is not for this family"}
+UNCUT = {"albert": "pipeline_cuts=2 does not fit this family"}

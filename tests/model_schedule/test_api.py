@@ -101,11 +101,11 @@ def test_own_recipe() -> None:
         model.blocks = nn.ModuleList(Block() for _ in range(2))
         sch = apply_schedule(model, "blocks", ckpt_ratio=1.0)
         assert "CheckPointWrapper" in str(sch["blocks.1"].mod)
-        with pytest.raises(ValueError, match=r"\['blocks'\] have a schedule already"):
+        with pytest.raises(ValueError, match=r"\['blocks'\] already have a schedule"):
             register_recipe("blocks")(blocks)
-        with pytest.raises(ValueError, match=r"\['auto'\] have a schedule already"):
+        with pytest.raises(ValueError, match=r"\['auto'\] already have a schedule"):
             register_recipe("auto")(blocks)
-        with pytest.raises(ValueError, match="have a schedule already"):
+        with pytest.raises(ValueError, match="already have a schedule"):
             register_schedule("blocks")(lambda model: None)
     finally:
         unregister("blocks")
@@ -183,7 +183,7 @@ def test_other_classes_of_a_family_over_two_ranks(key: str, name: str) -> None:
         ({"attn_op_name": "cudnn"}, ValueError, "'auto', 'eager', 'sdpa'"),
         ({"fp16": True, "bf16": True}, ValueError, "pass one of them"),
         ({"fused_loss": "yes"}, TypeError, "pass True or False"),
-        ({"fused_loss": True, "pipeline_cuts": 2}, ValueError, "give build() a loss_fn"),
+        ({"fused_loss": True, "pipeline_cuts": 2}, ValueError, "pass loss_fn to build()"),
         ({"bcast_input": True, "pipeline_cuts": 2}, ValueError, "first stage"),
         ({"pipeline_cuts": "two"}, TypeError, "number of stages"),
         ({"prefix": "modle"}, ValueError, "prefix 'modle' is not a path"),
@@ -243,7 +243,7 @@ def test_a_forward_put_on_a_module_is_not_left_out() -> None:
     norm = model.model.norm
     plain = norm.forward
     norm.forward = lambda x: 2.0 * plain(x)
-    with pytest.raises(ValueError, match="a forward was put on a LlamaRMSNorm"):
+    with pytest.raises(ValueError, match="a LlamaRMSNorm of the model has a patched forward"):
         apply_schedule(model, "llama")
     with pytest.raises(ValueError, match="'forward'"):
         RMSNorm.like(norm)
@@ -256,7 +256,7 @@ def test_another_config() -> None:
     other.num_key_value_heads = 1
     with pytest.raises(ValueError, match="leave model_config out"):
         apply_schedule(model, "llama", model_config=other)
-    with pytest.raises(ValueError, match="a BertConfig, is not that of the model"):
+    with pytest.raises(ValueError, match="a BertConfig, does not match the model's"):
         apply_schedule(model, "llama", model_config=transformers.BertConfig())
     with pytest.raises(ValueError, match="pass the key of the model's own family"):
         apply_schedule(model, "bert")
@@ -273,7 +273,7 @@ def test_a_failure_in_a_module_of_the_users_own() -> None:
         def forward(self, input_ids: Any) -> Any:
             return self.lm(input_ids).logits
 
-    with pytest.raises(ValueError, match="computes its attention by itself"):
+    with pytest.raises(ValueError, match="computes its attention itself"):
         apply_schedule(Wrap(), "llama", prefix="lm.model", attn_op_name="sdpa")
 
 
@@ -366,7 +366,7 @@ def unfit(rank: int, world_size: int) -> list[str]:
     ):
         model = MODELS[key].build(**changes)
         before = str(model)
-        with pytest.raises(ValueError, match="sizes of groups that fit") as caught:
+        with pytest.raises(ValueError, match="group sizes that fit") as caught:
             apply_schedule(model, key, group=group)
         assert str(model) == before
         said.append(str(caught.value))
@@ -379,8 +379,11 @@ def unfit(rank: int, world_size: int) -> list[str]:
 
 def test_heads_that_ranks_do_not_share() -> None:
     for llama_, gpt2, shared, dropout in run_distributed(unfit, 3):
-        assert "num_attention_heads is 4, and the group has 3 ranks" in llama_
-        assert "sizes of groups that fit: [1, 2, 4]" in gpt2
+        assert (
+            "num_attention_heads is 4, but these heads cannot be sharded over the group's 3 ranks"
+            in llama_
+        )
+        assert "group sizes that fit: [1, 2, 4]" in gpt2
         assert "num_key_value_heads is 2" in shared
         assert "[1, 2, 6]" in shared
         assert "attention_dropout" in dropout

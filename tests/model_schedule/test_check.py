@@ -67,7 +67,9 @@ def changed_recipe(key: str, changes: dict[str, Any], of_regions: bool = True) -
 def test_a_table_that_lacks_something_is_refused(key: str, changes: dict[str, Any]) -> None:
     with changed_recipe(key, changes), fake_world(2, 1):
         # Before anything changes where it names too little, else as a recipe of no family.
-        with pytest.raises((slapo.PlacementError, ValueError), match=r"is split|does not hold"):
+        with pytest.raises(
+            (slapo.PlacementError, ValueError), match=r"in a sharded block|fails the check"
+        ):
             apply_schedule(MODELS[key].build(), "changed")
         if key == "gpt2":
             sch = apply_schedule(MODELS[key].build(), "changed", check=False)
@@ -89,7 +91,7 @@ def test_a_table_that_lacks_something_is_refused(key: str, changes: dict[str, An
 )
 def test_a_table_that_names_what_is_not_there(key: str, changes: Any, of_regions: bool) -> None:
     ((name, value),) = changes.items()
-    says = f"names what .* do not have: {{'{name}.*': '{value}'}}"
+    says = f"names entries that .* lack: {{'{name}.*': '{value}'}}"
     with changed_recipe(key, changes, of_regions), fake_world(2, 1):
         with pytest.raises(ValueError, match=says):
             apply_schedule(MODELS[key].build(), "changed")

@@ -538,7 +538,10 @@ def test_mistakes() -> None:
     model = own(Packed, Gated)
     with pytest.raises(ValueError, match="nothing can be sharded over 1 ranks"):
         slapo.draft(model, ids(), ranks=1)
-    with pytest.raises(ValueError, match=r"7 ranks divide no axis.* are 4 \('blocks.0.qkv.*96 \("):
+    with pytest.raises(
+        ValueError,
+        match=r"no shardable axis is divisible by 7 ranks.* are 4 \('blocks.0.qkv.*96 \(",
+    ):
         slapo.draft(model, ids(), ranks=7)
     with pytest.raises(TypeError, match="takes a model and a number of ranks"):
         slapo.draft("model", ids())  # type: ignore[arg-type]
@@ -548,11 +551,11 @@ def test_mistakes() -> None:
         slapo.draft(broken, ids())
     with pytest.raises(slapo.SlapoError, match="fails with TypeError"):
         slapo.draft(model, {"wrong": ids()})
-    with pytest.raises(slapo.SlapoError, match="OptimizedModule is wrapped or compiled alr"):
+    with pytest.raises(slapo.SlapoError, match="OptimizedModule is already wrapped or compiled"):
         slapo.draft(torch.compile(model), ids())  # type: ignore[arg-type]
     sch = slapo.create_schedule(own(Packed))
     sch["blocks.0"].checkpoint()
-    with pytest.raises(slapo.SlapoError, match="Own is scheduled already"):
+    with pytest.raises(slapo.SlapoError, match="Own is already scheduled"):
         slapo.draft(sch.mod, ids())
 
 

@@ -266,13 +266,13 @@ def test_what_is_no_such_block(module: nn.Module, why: str) -> None:
 def test_a_backend_by_name(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(2, 3)
     assert torch.equal(function(x, x, "torch"), function(x, x))
-    with pytest.raises(ValueError, match="'flash' is not known"):
+    with pytest.raises(ValueError, match="unknown backend 'flash'"):
         function(x, x, "flash")
     monkeypatch.setattr(liger, "operations", lambda: None)
     with pytest.raises(slapo.MissingPackageError, match="liger-kernel"):
         function(x, x, "liger")
     monkeypatch.setattr(liger, "operations", lambda: object())
-    with pytest.raises(ValueError, match="run on CUDA, and the tensors are on 'cpu'; take 'torch'"):
+    with pytest.raises(ValueError, match="run on CUDA, but the tensors are on 'cpu'; use 'torch'"):
         function(x, x, "liger")
 
 

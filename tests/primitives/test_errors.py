@@ -81,5 +81,5 @@ def test_bad_builds() -> None:
     sch = slapo.create_schedule(Stack())
     with refused(sch, ValueError, "target 'tensorflow'; known are"):
         slapo.build(sch, target="tensorflow")
-    with refused(sch, TypeError, r"but sync_replicated, got \['config'\]"):
+    with refused(sch, TypeError, r"except sync_replicated, got \['config'\]"):
         slapo.build(sch, config={})

@@ -75,17 +75,17 @@ def test_ranks_that_share_a_batch_have_the_same() -> None:
     other = torch.tensor([float("nan"), 1.0])
     assert load(nan, other, nan, other)[0] == "None"
     text, _ = load(nan, other, nan, nan)
-    differs = r"float32\(2,\) of checksum \w+' on rank 1, .* on rank 3"
+    differs = r"float32\(2,\) with checksum \w+' on rank 1, .* on rank 3"
     assert re.search(differs, text) if rank in (1, 3) else text == "None"
     assert rank not in (1, 3) or "the batch of data-parallel coordinate 1 differs" in text
     text, _ = load(nan, nan, nan[:1], nan)
     differs = r"float32\(2,\) .* on rank 0, .*float32\(1,\) .* on rank 2"
     assert re.search(differs, text) if rank in (0, 2) else text == "None"
-    text, everywhere = load(nan, nan, nan, SlapoError("no further batch"))
+    text, everywhere = load(nan, nan, nan, SlapoError("no more batches"))
     assert not everywhere  # the other replica does not know
     assert text == {
-        1: "SlapoError: train_batch failed on rank 3 with SlapoError: no further batch",
-        3: "SlapoError: no further batch",
+        1: "SlapoError: train_batch failed on rank 3 with SlapoError: no more batches",
+        3: "SlapoError: no more batches",
     }.get(rank, "None")
 
 

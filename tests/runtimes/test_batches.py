@@ -66,7 +66,7 @@ def test_one_micro_batch_is_the_batch() -> None:
 def test_not_divisible() -> None:
     assert [part.samples() for part in split_batch((rows(5), None), 3)] == [2, 2, 1]
     assert split_batch((rows(5), None), 3)[2].args[0].tolist() == [[8, 9]]
-    message = r"batch of 2 samples cannot be cut in micro_batches=3 \(inputs\[0\]: 2\); .*drop"
+    message = r"batch of 2 samples cannot be split into micro_batches=3 \(inputs\[0\]: 2\); .*drop"
     with pytest.raises(ValueError, match=message):
         split_batch((rows(2), None), 3)
     with pytest.raises(ValueError, match="batch of 0 samples"):
@@ -78,12 +78,12 @@ def test_sizes_that_differ() -> None:
     message = r"input_ids'\]: 4, inputs\['position_ids'\]: 1, targets\[0\]: 3, targets\[1\]: 4\)"
     with pytest.raises(ValueError, match=message):
         split_batch((inputs, [torch.arange(3), torch.arange(4)]), 2)
-    with pytest.raises(ValueError, match=r"no input has its first size like the targets"):
+    with pytest.raises(ValueError, match=r"no input has the targets' first dimension"):
         split_batch((rows(4), torch.arange(2)), 2)
 
 
 def test_nothing_to_cut() -> None:
-    with pytest.raises(ValueError, match="no tensor to cut in micro-batches"):
+    with pytest.raises(ValueError, match="no tensor to split"):
         split_batch(((torch.tensor(1.0),), "text"), 2)
 
 
@@ -110,7 +110,7 @@ def test_next_batch() -> None:
     batches = iter([1, 2])
     assert next_batch(batches) == 1
     assert next_batch(batches) == 2
-    with pytest.raises(SlapoError, match=r"no further batch; pass a fresh iter\(data_loader\)"):
+    with pytest.raises(SlapoError, match=r"no more batches; pass a fresh iter\(data_loader\)"):
         next_batch(batches)
 
 
@@ -202,10 +202,10 @@ def test_declared_axes() -> None:
         (
             torch.zeros(1, 6, 1),
             4,
-            r"inputs\['x'\] is of shape \(1, 6, 1\), and none of its axes has",
+            r"inputs\['x'\] has shape \(1, 6, 1\), and none of its axes has",
         ),
-        (torch.zeros(5), 4, "none of its axes has the size of the batch, 4"),
-        (torch.zeros(6, 6, 6, dtype=torch.int64), 6, "3 of its axes have the size of the batch, 6"),
+        (torch.zeros(5), 4, "none of its axes has the batch size, 4"),
+        (torch.zeros(6, 6, 6, dtype=torch.int64), 6, "3 of its axes have the batch size, 6"),
         (torch.tensor([6, 12, 18, 24]), 4, r"inputs\['x'\] rises to 24, the number of tokens"),
     ],
 )
@@ -279,7 +279,7 @@ def test_micro_batches_along_other_axes(target: str, layout: Any) -> None:
 
 def test_names_that_the_model_has_not() -> None:
     given = {"mesh": slapo.init_mesh(device="cpu"), "batch_dims": {"position": 1}}
-    with pytest.raises(ValueError, match=r"no such argument; .*'positions'"):
+    with pytest.raises(ValueError, match=r"forward does not take; .*'positions'"):
         slapo.build(slapo.create_schedule(Positions()), "torch", **given)
 
 

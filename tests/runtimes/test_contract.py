@@ -81,19 +81,19 @@ _TOKENS = "unexpected keyword argument 'tokens'; it takes ['ids']"
 
 #: Mistake with a pipeline of two ranks -> part of the message on each of them.
 MISTAKES: dict[str, tuple[Callable[[Any, int], Any], str, str]] = {
-    "odd": (one((IDS[:3], TARGETS[:3])), *["cannot be cut in micro_batches=4"] * 2),
-    "no pair": (one({"ids": IDS}), *["make it the pair (inputs, targets)"] * 2),
+    "odd": (one((IDS[:3], TARGETS[:3])), *["cannot be split into micro_batches=4"] * 2),
+    "no pair": (one({"ids": IDS}), *["pass the pair (inputs, targets)"] * 2),
     "no iterator": (
         lambda engine, rank: engine.train_batch([(IDS, TARGETS)]),
         *["is a list, not an iterator"] * 2,
     ),
     "ended": (
         lambda engine, rank: engine.train_batch(iter([])),
-        *["data_iter has no further batch"] * 2,
+        *["data_iter has no more batches"] * 2,
     ),
     "ended on one": (
         lambda engine, rank: engine.train_batch(iter([(IDS, TARGETS)] if rank else [])),
-        "data_iter has no further batch",
+        "data_iter has no more batches",
         "failed on rank 0",
     ),
     "other batch": (
@@ -119,12 +119,12 @@ def test_mistakes_are_errors_on_every_rank(target: str) -> None:
 # --- refusals ------------------------------------------------------------------------------------
 #: Arguments of a build with two ranks, and part of the message on each rank.
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"loss_fn": None}, "a pipeline needs a loss"),
-    ({"stages": 1}, "cut in 1 stages, and pp=2"),
-    ({"stages": 4}, "cut in 4 stages, and pp=2"),
+    ({"loss_fn": None}, "a mesh with pp=2 needs a loss"),
+    ({"stages": 1}, "has 1 stages, but pp=2"),
+    ({"stages": 4}, "has 4 stages, but pp=2"),
     (
         {"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)},
-        "build changes which parameters there are",
+        "build replaces the parameters",
     ),
     ({"micro_batches": 0}, "micro_batches is 0"),
     ({"color": "red"}, "color"),
@@ -142,7 +142,7 @@ def test_refusals_before_anything_starts(target: str) -> None:
         assert part in text, (options, text)
     rank = torch.distributed.get_rank()
     text = attempt(**({"loss_fn": None} if rank else {}))
-    assert "a pipeline needs a loss" in text
+    assert "a mesh with pp=2 needs a loss" in text
     assert rank or "failed on rank 1" in text
     assert "ranks applied different schedules" in attempt(stages=2 + rank)
 
@@ -163,7 +163,7 @@ def test_what_must_be_alike_is_compared(target: str, layout: Any) -> None:
     text = attempt(optimizer=lambda p, lr=0.1 * (1 + rank): torch.optim.SGD(p, lr))
     assert "[0.1], None) on rank 0" in text  # defaults of functions are compared
     torch.manual_seed(rank)
-    assert "that must hold the same; seed alike before" in attempt(model=Model().train())
+    assert "that must agree; use the same seed before" in attempt(model=Model().train())
     torch.manual_seed(rank)
     engine = make(target, layout, model=Model().train(), sync_replicated=True)
     if layout != (2, 1, 1):  # stages hold other parameters, but for the tied one
@@ -186,5 +186,7 @@ def test_partial_sums_that_nobody_adds_are_an_error(target: str) -> None:
     # Past the placement check, which would say where.
     given = {"loss_fn": loss_fn, "optimizer": torch.optim.Adam, "check": False}
     engine, _ = slapo.build(sch, target=target, mesh=mesh, **given)
-    with pytest.raises(slapo.SlapoError, match="ranks computed different losses of the same batch"):
+    with pytest.raises(
+        slapo.SlapoError, match="ranks computed different losses for the same batch"
+    ):
         engine.train_batch(data())

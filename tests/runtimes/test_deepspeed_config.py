@@ -159,9 +159,9 @@ def test_contradictions_name_both_values(
 
 @pytest.mark.parametrize("zero", [2, 3])
 def test_zero_2_and_3_do_not_go_with_a_pipeline(zero: int) -> None:
-    with pytest.raises(ValueError, match=f"ZeRO stage {zero} does not go with pp=2"):
+    with pytest.raises(ValueError, match=f"ZeRO stage {zero} does not fit pp=2"):
         merged({}, PIPE, zero=zero)
-    with pytest.raises(ValueError, match=f"ZeRO stage {zero} does not go with pp=2"):
+    with pytest.raises(ValueError, match=f"ZeRO stage {zero} does not fit pp=2"):
         merged({"zero_optimization": {"stage": zero}}, PIPE)
 
 
@@ -267,7 +267,7 @@ def test_complex_gradients_do_not_cross() -> None:
 def test_a_boundary_keeps_its_form() -> None:
     layer = StageLayer(ComplexStage(), n_stages=2)  # type: ignore[arg-type]
     layer(torch.ones(2))
-    with pytest.raises(slapo.SlapoError, match=r"stage 0 sends .*\(3,\).* and has told"):
+    with pytest.raises(slapo.SlapoError, match=r"stage 0 sends .*\(3,\).* but announced"):
         layer(torch.ones(3))
 
 

@@ -226,12 +226,12 @@ def test_refusals_with_pipeline() -> None:
     assert "flags" in error_of(lambda: engine.train_batch(iter([(inputs[:1], targets)])))
     text = refused(mesh, FrozenStart(), zero=1)
     assert "no parameter on" in text or "rank 0" in text
-    assert "ZeRO stage 2 does not go with pp=2" in refused(mesh, Model(), zero=2)
+    assert "ZeRO stage 2 does not fit pp=2" in refused(mesh, Model(), zero=2)
     assert "loss_fn" in refused(mesh, Model(), loss_fn=None)
     sch = slapo.create_schedule(Model(), group=mesh["tp"])
     cut(sch, 4)
     given = {"mesh": mesh, "loss_fn": loss_fn, "optimizer": SGD}
-    with pytest.raises(slapo.SlapoError, match=r"4 stages, and pp=2"):
+    with pytest.raises(slapo.SlapoError, match=r"4 stages, but pp=2"):
         slapo.build(sch, target="deepspeed", **given)
 
 

@@ -82,7 +82,7 @@ def test_a_pipeline_by_topology() -> None:
     given = {"topology": topology, "loss_fn": loss_fn}
     assert "gradient_accumulation_steps" in refused(micro_batches=2, **given)
     text = refused(config={**CONFIG, "zero_optimization": {"stage": 2}}, **given)
-    assert "ZeRO stage 2 does not go with pp=3" in text
+    assert "ZeRO stage 2 does not fit pp=3" in text
     text = refused(topology=topology_of(2, 1, 1), loss_fn=loss_fn)
     assert "2 processes" in text
     assert "has 3" in text
@@ -142,7 +142,7 @@ def test_options_are_read_or_refused() -> None:
     """Replicas from other seeds, other configurations, and options that go with a mesh."""
     topology_of(1, 1, 2)  # sets DeepSpeed up
     for name in ("nonfinite", "check_batches"):
-        text = f"deepspeed: {name}= goes with mesh=; without one, leave it out"
+        text = f"deepspeed: {name}= needs mesh=; without it, leave it out"
         assert text in refused(**{name: "error"})
     text = "sync_replicated is 'yes'; pass True or False"
     assert refused(sync_replicated="yes") == f"TypeError: {text}"

@@ -176,7 +176,7 @@ def test_the_keeper_of_the_store_is_named(tmp_path: Path) -> None:
     for rank in (1, 2):
         assert outcome.codes[rank] == 1
         assert re.search(
-            r"SlapoError: rank 0 \(pp 0, dp 0, tp 0\)(, which keeps the store of the job, is gone| "
+            r"SlapoError: rank 0 \(pp 0, dp 0, tp 0\)(, which hosts the job's store, is gone| "
             r"died without reporting an error)",
             outcome.texts[rank],
         )
@@ -239,7 +239,7 @@ def test_no_further_step_is_taken_after_one_that_failed(
     before = copied(engine)
     with pytest.raises(ValueError, match="the loss is not to be had"):
         engine.train_batch(batches)  # in its second micro-batch
-    with pytest.raises(SlapoError, match="a step before has failed with ValueError: the loss is n"):
+    with pytest.raises(SlapoError, match="an earlier step failed with ValueError: the loss is n"):
         engine.train_batch(batches)
     assert engine.step_count == 2
     if options.get("zero") != 3:  # which is still gathered for the step that failed

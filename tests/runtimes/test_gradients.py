@@ -239,7 +239,7 @@ def test_a_slice_that_a_user_has_made_counts_once_it_is_said_to_be_one() -> None
 
     with pytest.raises(slapo.SlapoError, match="has different values on tensor-parallel") as caught:
         build(annotated=False)
-    assert 'annotate(name, "orig_shape", shape_of_the_whole)' in str(caught.value)
+    assert 'annotate(name, "orig_shape", full_shape)' in str(caught.value)
     engine, whole = build(annotated=True), nn.Sequential(OwnSlice(weight, bias, False))
     reference = Alone(whole, loss_fn, contract.sgd, clip=clip)
     for batch in batches:

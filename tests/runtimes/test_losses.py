@@ -52,7 +52,7 @@ def test_nothing_that_counts_is_a_loss_of_zero() -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (None, "a model of Transformers has no loss where the batch has no .labels."),
+        (None, "add .labels. to the batch of a Transformers model"),
         (torch.ones(2), r"loss_fn returned \(2,\); it must return one number"),
         ({}, "loss_fn returned dict"),
         ((torch.tensor(1.0), "many"), "the count 'many' in"),
@@ -69,13 +69,13 @@ def test_what_is_no_loss(returned: Any, message: str) -> None:
 def test_a_loss_function_does_not_change_its_kind() -> None:
     tally = LossAccumulator(2)
     tally.add(torch.tensor(1.0))
-    with pytest.raises(ValueError, match="of the same batch"):
+    with pytest.raises(ValueError, match="for another in the batch"):
         tally.add((torch.tensor(1.0), 1))
     mean = LossReducer(init_mesh(device="cpu"), CPU)
     mean.begin(tally, check=False).loss()
     counted = LossAccumulator()
     counted.add((torch.tensor(1.0), 1))
-    with pytest.raises(ValueError, match="one number for a batch and"):
+    with pytest.raises(ValueError, match="a number for one batch and"):
         mean.begin(counted, check=False)
 
 
@@ -96,7 +96,7 @@ def test_every_rank_gets_the_mean_or_the_error(apart: float) -> None:
             tally.add(torch.tensor(1.0 + apart * mesh.get_local_rank("tp")), weight)
         pending = mean.begin(tally, check)
         if apart == 0.1 and check:
-            text = "different losses of the same batch: 1, 1.1; the schedule shards"
+            text = "different losses for the same batch: 1, 1.1; the schedule lacks"
             with pytest.raises(SlapoError, match=text):
                 pending.scale()
         else:

@@ -274,7 +274,7 @@ REFUSED: list[tuple[Callable[[], dict[str, Any]], str]] = [
     ),
     (
         lambda: {"distributed_optimizer": True, "optimizer": megatron_sgd()},
-        "ValueError: megatron's distributed optimizer is for Adam only",
+        "ValueError: megatron's distributed optimizer supports only Adam",
     ),
     (
         lambda: {"optimizer": megatron_sgd(lr=None)},
@@ -286,14 +286,14 @@ REFUSED: list[tuple[Callable[[], dict[str, Any]], str]] = [
     ),
     (
         lambda: {"optimizer": megatron_adam(bf16=True), "dtype": torch.float16},
-        "ValueError: the OptimizerConfig is for torch.bfloat16 and dtype is torch.fl",
+        "ValueError: the OptimizerConfig is for torch.bfloat16, but dtype is torch.fl",
     ),
     (lambda: {"dtype": torch.float64}, "ValueError: dtype is torch.float64; pass torch.float32"),
     (
         lambda: {"data_parallel_options": {"overlap_param_gather": True}},
         "ValueError: data_parallel_options has ['overlap_param_gather']",
     ),
-    (lambda: {"loss_fn": None}, "ValueError: a pipeline needs a loss"),
+    (lambda: {"loss_fn": None}, "ValueError: a mesh with pp=2 needs a loss"),
     (
         lambda: {"micro_batches": 1 + torch.distributed.get_rank()},
         "micro_batches differs between ranks: 1 on rank 0, 2 on rank 1",
@@ -313,7 +313,7 @@ def test_refusals() -> None:
 
     found = attempt()  # on this machine, or on one without the package
     assert found.startswith('SlapoError: target="megatron" needs CUDA')
-    assert 'target="torch" and target="deepspeed"' in found
+    assert 'target="torch" or target="deepspeed"' in found
     with mock.patch("importlib.util.find_spec", return_value=None):
         found = attempt()
     assert found.startswith("MissingPackageError")
@@ -331,7 +331,7 @@ def test_refusals() -> None:
     )
     engine, batch = start("gpt2", layout=layout, micro_batches=5), batches(FAMILIES["gpt2"])[0]
     text = error_of(lambda: engine.train_batch(iter([batch])))
-    assert "ValueError: a batch of 4 samples cannot be cut in micro_batches=5" in text
+    assert "ValueError: a batch of 4 samples cannot be split into micro_batches=5" in text
     text = error_of(lambda: engine(**batch[0]))
     assert "SlapoError: a call of the engine would run one of 2 pipeline stages" in text
     engine = start("gpt2", layout=layout, optimizer=None)

@@ -165,5 +165,5 @@ def test_without_gradients_nothing_is_recorded() -> None:
 )
 def test_other_forms_are_refused(sent: Tensor) -> None:
     manifest = manifest_of(torch.ones(2))
-    with pytest.raises(SlapoError, match=r"was told to expect TensorMeta\(name='t0', shape=\(2,\)"):
+    with pytest.raises(SlapoError, match=r"expects TensorMeta\(name='t0', shape=\(2,\)"):
         pack(manifest, (sent,), None)

@@ -111,7 +111,7 @@ def test_an_interrupted_step_does_not_leak_into_the_next(target: str) -> None:
         engine.train_batch(iter([batch]))
     text = error_of(lambda: engine.train_batch(iter([batch])))
     if text != "no error":
-        assert "a step before has failed with Keyboard" in text
+        assert "an earlier step failed with Keyboard" in text
         return
     reference = alone()
     reference.step(batch)
@@ -138,7 +138,7 @@ def test_no_step_is_taken_after_one_whose_scheduler_failed() -> None:
     engine = make("torch", (1, 1, 1), lr_scheduler=fails)
     with pytest.raises(ZeroDivisionError):
         engine.train_batch(data())
-    with pytest.raises(slapo.SlapoError, match="a step before has failed with ZeroDivision"):
+    with pytest.raises(slapo.SlapoError, match="an earlier step failed with ZeroDivision"):
         engine.train_batch(data())
 
 
@@ -174,7 +174,7 @@ def test_replicas_evaluate_any_numbers_of_samples(target: str, options: dict[str
         ),
         (
             {"data_parallel_options": {"static_graph": True}},
-            "has static_graph, with which DDP cannot add up gradients of micro_batches=4",
+            "has static_graph, but DDP then cannot accumulate gradients of micro_batches=4",
         ),
         ({"lr_scheduler": lambda optimizer: None}, "returned a NoneType; it must return a sched"),
         (
@@ -200,7 +200,9 @@ def test_options_that_would_be_passed_over(options: dict[str, Any], message: str
 def test_a_loss_without_a_gradient() -> None:
     engine = make("torch", (1, 1, 1), loss_fn=lambda output, targets: output.detach().mean())
     assert engine.eval_batch(data()).item() != 0
-    with pytest.raises(ValueError, match="loss_fn returned a loss without a gradient"):
+    with pytest.raises(
+        ValueError, match="loss_fn returned a loss that does not require a gradient"
+    ):
         engine.train_batch(data())
 
 
@@ -210,7 +212,7 @@ def test_steps_inside_of_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert engine(next(data())[0]).dtype == torch.bfloat16
         for step in (engine.train_batch, engine.eval_batch):
-            with pytest.raises(slapo.SlapoError, match="was called inside of torch"):
+            with pytest.raises(slapo.SlapoError, match="was called inside torch"):
                 step(data())
 
 
@@ -238,7 +240,7 @@ def test_replicas_weigh_by_their_targets_where_inputs_are_of_several_sizes() -> 
 
 @on_ranks(2)
 def test_a_pipeline_has_no_use_for_options_of_ddp() -> None:
-    text = r"\['bucket_cap_mb'\], and in a pipeline gradients are averaged without DDP"
+    text = r"\['bucket_cap_mb'\], but pipelines average gradients without DDP"
     with pytest.raises(TypeError, match=text):
         make("torch", (2, 1, 1), data_parallel_options={"bucket_cap_mb": 1})
 

@@ -237,7 +237,7 @@ def test_flat_pieces_are_refused(options: Any, target: str) -> None:
     given = {"loss_fn": nn.functional.mse_loss, "optimizer": Lamb, **options}
     error = error_of(lambda: slapo.build(sch, target, mesh=mesh, **given))
     stage = options["zero"]
-    assert f"Lamb computes a step from whole tensors, and ZeRO stage {stage} has flat" in error
+    assert f"Lamb computes steps from whole tensors, but ZeRO stage {stage} has flat" in error
 
 
 # --- what a step depends on ----------------------------------------------------------------------

@@ -236,7 +236,7 @@ def test_replicas_that_leave_out_layers() -> None:
         engine.train_batch(iter([of_this_rank(engine.mesh, batch)]))
         assert largest_difference(engine, reference.state()) < 1e-6
     engine = build(model, "torch", (1, 2, 1), **given)
-    message = r"one has come to 'layers.0' and another to 'layers.1', and FSDP2 gathers layers"
+    message = r"one has reached 'layers.0' and another 'layers.1', and FSDP2 gathers layers"
     with pytest.raises(slapo.SlapoError, match=message):
         engine.train_batch(iter([of_this_rank(engine.mesh, expert_batches()[0])]))
 

@@ -162,7 +162,7 @@ def test_a_step_with_a_gradient_that_is_not_finite(
     assert engine.scheduler.get_last_lr() == fresh.scheduler.get_last_lr()
 
     engine = make(target, layout, nonfinite="error", **given)
-    with pytest.raises(slapo.SlapoError, match=r"gradient is (nan|inf|not finite) at step 0"):
+    with pytest.raises(slapo.SlapoError, match=r"gradient norm is (nan|inf|not finite) at step 0"):
         step(engine, is_spoilt=True)
     assert engine.step_count == 0
     step(engine)

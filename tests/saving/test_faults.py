@@ -299,7 +299,7 @@ def test_an_error_while_values_change(tmp_path: Path) -> None:
     engine.train_batch(batch())
     engine.save(tmp_path)
     with mock.patch.object(Step, "read", full):
-        assert "engine.load broke off" in error_of(lambda: engine.load(tmp_path))
+        assert "engine.load failed midway" in error_of(lambda: engine.load(tmp_path))
     assert "build a new" in error_of(lambda: engine.train_batch(batch()))
     assert "build a new" in error_of(lambda: engine.save(tmp_path))
     assert "build a new" in error_of(lambda: slapo.load_pretrained(engine, tmp_path))

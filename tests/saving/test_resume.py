@@ -135,7 +135,7 @@ def test_state_that_cannot_be_cut_anew(tmp_path: Path) -> None:
         assert again.load(step).notes == ()
         assert train(again, "llama", BEFORE, layouts.STEPS) == expected, name
         other = build("llama", "fsdp", **given)
-        assert "cannot be cut again; resume with" in error_of(partial(other.load, step))
+        assert "cannot be resharded; resume with" in error_of(partial(other.load, step))
         other.load(step, only="weights")
     # Replicas have the state of whole matrices, which lies as they do.
     given = {"optimizer": OPTIMIZERS["muon"]}

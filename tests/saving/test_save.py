@@ -127,7 +127,7 @@ def test_data_without_a_state_is_told_the_samples(tmp_path: Path) -> None:
     assert "without state_dict()" in error_of(lambda: engine.save(tmp_path / "new", data=data))
     engine.step_count += 1
     engine.save(tmp_path, data=Data())
-    assert again.load(tmp_path).notes == ("data: its state was saved, and no data= was given",)
+    assert again.load(tmp_path).notes == ("data: its state was saved, but no data= was given",)
 
 
 @on_ranks(1)
@@ -141,7 +141,7 @@ def test_steps_are_kept_listed_and_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "step_00000008").mkdir()
     names = [path.name for path in slapo.checkpoints(tmp_path)]
     assert names == ["step_00000002", "step_00000003", "step_00000004"]
-    assert "is there already" in error_of(lambda: engine.save(tmp_path))
+    assert "already exists" in error_of(lambda: engine.save(tmp_path))
     assert engine_of().load(tmp_path).step == 4
     assert engine_of().load(tmp_path / "step_00000002").step == 2
     for keep in (0, -1, 1.5):
@@ -192,7 +192,7 @@ def test_a_step_is_no_folder_of_weights(tmp_path: Path) -> None:
     engine = engine_of()
     before = {name: value.clone() for name, value in engine.state_dict().items()}
     path = engine.save(tmp_path / "run").path
-    with pytest.raises(slapo.SlapoError, match=r"is a step of engine\.save, which"):
+    with pytest.raises(slapo.SlapoError, match=r"is a step of engine\.save; load it"):
         slapo.load_pretrained(engine, path)
     assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
 
@@ -248,7 +248,7 @@ def test_groups_of_parameters(tmp_path: Path) -> None:
     expected = steps(engine, data)
     torch.manual_seed(0)
     assert steps(again, other) == expected
-    assert "two parameter groups" in error_of(lambda: engine_of().load(tmp_path))
+    assert "parameter groups with different options" in error_of(lambda: engine_of().load(tmp_path))
     frozen = Model()
     frozen.first.weight.requires_grad = False
     assert "other parameters" in error_of(lambda: engine_of(two_groups, frozen).load(tmp_path))
@@ -382,8 +382,8 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0
     for expected in (
         "a run with 2 complete steps",
-        "all checksums are right",
-        "broken off: step_00000007.tmp",
+        "all checksums match",
+        "interrupted: step_00000007.tmp",
         "step 2, after 8 samples",
         "model      Model",
         "layout     pp=1, dp=1, tp=1 on torch, ddp; slapo ",
@@ -398,10 +398,10 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(tmp_path / "run/step_00000001" / file_of(0), -9)
     status, text = shown(capsys, str(tmp_path / "run/step_00000001"), "--verify")
     assert status == 1
-    assert "is not what was written" in text
+    assert "is damaged (its checksum differs)" in text
     status, text = shown(capsys, str(tmp_path / "weights"))
     assert status == 0
-    assert "a folder of Hugging Face: no config.json" in text
+    assert "a Hugging Face folder: no config.json" in text
     assert "values     13 tensors, 160 elements" in text
     status, text = shown(capsys, str(tmp_path))
     assert status == 1
@@ -422,22 +422,22 @@ def flip(path: Path, at: int) -> None:
 
 
 SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a flipped bit": (lambda s: flip(s / file_of(0), -9), "is not what was written"),
+    "a flipped bit": (lambda s: flip(s / file_of(0), -9), "is damaged (its checksum differs)"),
     "a missing file": (
         lambda s: os.remove(s / file_of(0)),
         "lacks rank_00000.safetensors, which rank 0",
     ),
-    "a file that is cut off": (lambda s: os.truncate(s / file_of(0), 5000), "cut off"),
+    "a file that is cut off": (lambda s: os.truncate(s / file_of(0), 5000), "truncated"),
     "a newer format": (
         lambda s: rewrite(s, lambda m: m.update(format=2, versions={"slapo": "9.0"})),
-        "format 2, and this slapo reads format 1; install the one that wrote it: 9.0",
+        "format 2, but this slapo reads format 1; install the one that wrote it: 9.0",
     ),
     "no manifest": (lambda s: os.remove(s / MANIFEST), "engine.save has not completed it"),
     "a damaged manifest": (lambda s: flip(s / MANIFEST, 0), "is damaged"),
     "an entry that is gone": (lambda s: rewrite(s, lambda m: m.pop("groups")), "is damaged"),
     "another class": (
         lambda s: rewrite(s, lambda m: m["model"].update({"class": "Other"})),
-        "is of a Other, and this model is a Model",
+        "holds a Other, but this model is a Model",
     ),
 }
 
@@ -465,7 +465,7 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "holds nothing" in error_of(lambda: engine.load(empty))
-    assert "is not there" in error_of(lambda: engine.load(tmp_path / "nowhere"))
+    assert "does not exist" in error_of(lambda: engine.load(tmp_path / "nowhere"))
     assert "only is 'model'" in error_of(lambda: engine.load(empty, only="model"))
     steps(engine, Data())
     engine.save(tmp_path / "run")
@@ -474,7 +474,7 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
         lambda: wider.load(tmp_path / "run")
     )
     sgd = engine_of(OPTIMIZERS["SGD"])
-    assert "saved with AdamW, and this engine has SGD" in error_of(
+    assert "saved with AdamW, but this engine has SGD" in error_of(
         lambda: sgd.load(tmp_path / "run")
     )
     without = engine_of(optimizer=None)
@@ -519,6 +519,6 @@ def test_data_whose_state_cannot_be_had(tmp_path: Path) -> None:
     engine = engine_of()
     assert "no state" in error_of(lambda: engine.save(tmp_path / "run", data=Raises()))
     told = error_of(lambda: engine.save(tmp_path / "run", data=Odd()))
-    assert "state['data']['iterator'][0] is a str_ascii_iterator, which is not saved" in told
+    assert "state['data']['iterator'][0] is a str_ascii_iterator, which cannot be saved" in told
     assert not (tmp_path / "run").exists()
     steps(engine, Data())

@@ -157,7 +157,7 @@ def unseeded(rank: int, world_size: int) -> str:
 @pytest.mark.distributed
 def test_what_ranks_share_is_the_same() -> None:
     for message in run_distributed(unseeded, 4):
-        assert "'0.weight' has different values on tensor-parallel ranks of one part" in message
+        assert "'0.weight' has different values on tensor-parallel ranks of one shard" in message
 
 
 def test_copies_and_pickles_keep_the_sum() -> None:

@@ -453,7 +453,7 @@ def clip_under_fsdp(rank: int, world: int) -> tuple[float, float, str]:
 def test_the_norm_is_that_of_the_model_under_fsdp() -> None:
     for norm, error, flat in run_distributed(clip_under_fsdp, 4):
         assert max(norm, error) < 1e-6
-        assert "FullyShardedDataParallel has put parameters together" in flat
+        assert "FullyShardedDataParallel mixes sharded and replicated" in flat
 
 
 def test_a_limit_that_is_none() -> None:
@@ -574,7 +574,7 @@ def verify_other_sizes(sch: slapo.Schedule, rank: int) -> None:
 def test_ranks_that_hold_other_values_or_inputs() -> None:
     found = run_distributed(other_seeds, 2)
     for refused, total, verified in found:
-        assert "has different values on tensor-parallel ranks that must hold the same" in refused
+        assert "has different values on tensor-parallel ranks that must agree" in refused
         assert total == found[0][1]
         assert "Verify: example_inputs differs between ranks" in verified
         assert "pass inputs of one shape" in verified
@@ -636,7 +636,7 @@ def test_ranks_that_pass_other_modules_and_functions() -> None:
         assert found["same"] == "None"
         for name in ("configuration", "function"):
             assert "ranks applied different schedules: step 0 is" in found[name]
-            assert "where a module or function of that name is another one" in found[name]
+            assert "with a different module or function of that name" in found[name]
 
 
 # --- scripts of the published library ------------------------------------------------------------

@@ -64,15 +64,15 @@ class StageLayer(nn.Module):
         odd = [m for m in sent if m.requires_grad and not m.dtype.is_floating_point]
         if odd:
             raise SlapoError(
-                f"{odd[0]} needs a gradient and crosses a stage boundary, where DeepSpeed sends "
-                "gradients of real numbers only; cut the stage elsewhere"
+                f"{odd[0]} needs a gradient and crosses a stage boundary, but DeepSpeed sends "
+                "only gradients of real numbers; cut the stage elsewhere"
             )
         if self.leaving is None:
             self.leaving = sent
         if sent != self.leaving:
             raise SlapoError(
-                f"stage {self.stage.index} sends {sent}, and has told the next one that it sends "
-                f"{self.leaving}; all micro-batches of a batch must have one form"
+                f"stage {self.stage.index} sends {sent}, but announced {self.leaving} to the "
+                "next stage; give all micro-batches the same shapes and dtypes"
             )
         return tuple(map(pack, sent, output))
 

@@ -116,9 +116,9 @@ def check_zero(zero: int, pp: int) -> None:
         raise ValueError(f"deepspeed: the ZeRO stage is {zero!r}; pass 0, 1, 2 or 3")
     if pp > 1 and zero > 1:
         raise ValueError(
-            f"deepspeed: ZeRO stage {zero} does not go with pp={pp}: DeepSpeed's pipeline keeps "
-            "gradients and parameters whole until its last micro-batch; pass zero=0 or zero=1, or "
-            "a mesh with pp=1"
+            f"deepspeed: ZeRO stage {zero} does not fit pp={pp}: DeepSpeed's pipeline needs full "
+            "gradients and parameters until its last micro-batch; pass zero=0 or zero=1, or a "
+            "mesh with pp=1"
         )
 
 
@@ -187,7 +187,7 @@ def _merge_dtype(config: Config, wanted: torch.dtype | None, device: str) -> tor
             _section(config, name)["enabled"] = is_on
     if dtype is torch.float16 and device == "cpu":
         raise ValueError(
-            "deepspeed: the model computes in torch.float16 on a CPU, where DeepSpeed has none; "
+            "deepspeed: the model computes in torch.float16, which DeepSpeed lacks on CPUs; "
             "pass dtype=torch.bfloat16 or torch.float32"
         )
     if dtype is torch.bfloat16:
@@ -206,14 +206,14 @@ def _merge_zero(
     _merge_entry(section, "stage", wanted, "zero", int(copies), "zero_optimization.stage")
     if copies and section["stage"] == 0:
         raise ValueError(
-            f"deepspeed: ZeRO stage 0 with {half}, for which DeepSpeed takes an extra optimizer "
-            "step at the start and adds micro-batches up in half precision; pass zero=1: the same "
-            "training in less memory"
+            f"deepspeed: with ZeRO stage 0 and {half}, DeepSpeed runs an extra optimizer step at "
+            "the start and accumulates micro-batches in half precision; pass zero=1 for the "
+            "same training in less memory"
         )
     if section["stage"] in (1, 2) and not has_optimizer:
         raise ValueError(
-            f"deepspeed: ZeRO stage {section['stage']} shards what an optimizer needs, and "
-            "there is none; pass optimizer=, a callable from a list of parameters to a torch "
+            f"deepspeed: ZeRO stage {section['stage']} shards optimizer state, but there is no "
+            "optimizer; pass optimizer=, a callable from a list of parameters to a torch "
             'optimizer, put an "optimizer" section into the config, or pass zero=0'
         )
     return section["stage"]
@@ -229,8 +229,8 @@ def _merge_sizes(config: Config, micro_batches: int, dp: int) -> int | None:
     if total is not None and (total % parts or size not in (None, total // parts)):
         also = "" if size is None else f" with train_micro_batch_size_per_gpu={size}"
         raise ValueError(
-            f"deepspeed: train_batch_size={total} in the config{also} does not go with "
-            f"micro_batches={micro_batches} and dp={dp}; leave it out, and batches may have any "
+            f"deepspeed: train_batch_size={total} in the config{also} does not match "
+            f"micro_batches={micro_batches} and dp={dp}; leave it out to allow batches of any "
             "size"
         )
     known = total // parts if total is not None else size
@@ -266,5 +266,5 @@ def _section(config: Config, name: str, create: bool = True) -> Config:
 def _whole_number(config: Config, key: str, name: str = "") -> int:
     value: int = config[key]
     if not is_whole(value):
-        raise ValueError(f"deepspeed: {name or key} is {value!r}; pass a whole number from 1 up")
+        raise ValueError(f"deepspeed: {name or key} is {value!r}; pass a positive integer")
     return value

@@ -69,14 +69,14 @@ class DeepSpeedEngine(Engine):
         scalars = [name for name, p in self.module.named_parameters() if p.dim() == 0]
         if zero == 3 and scalars:
             raise ValueError(
-                f"deepspeed: ZeRO stage 3 cannot shard parameters without dimensions: {scalars}"
-                "; give them the shape (1,), or pass zero=2"
+                f"deepspeed: ZeRO stage 3 cannot shard scalar parameters: {scalars}; give them "
+                "the shape (1,), or pass zero=2"
             )
         if zero and self.settings.has_optimizer and not self.lowering.trainable():
             raise SlapoError(
-                f"deepspeed: no parameter on this rank needs a gradient, and ZeRO stage {zero} "
-                "wants at least one on every rank; pass zero=0, or cut the stages so that each "
-                "trains something"
+                f"deepspeed: no parameter on this rank needs a gradient, but ZeRO stage {zero} "
+                "needs at least one on every rank; pass zero=0, or cut the stages so that each "
+                "trains parameters"
             )
 
     def _check_call(self, part: Batch, training: bool) -> None:
@@ -85,10 +85,10 @@ class DeepSpeedEngine(Engine):
         size = part.samples() if fixed is not None else 0
         if size and size != fixed:
             raise ValueError(
-                f"deepspeed: the config fixes micro-batches of {fixed} samples, and this batch, "
-                f"cut in {self.settings.micro_batches}, makes some of {size}; leave "
-                "train_batch_size and train_micro_batch_size_per_gpu out of the config, and "
-                "batches may have any size"
+                f"deepspeed: the config fixes micro-batches of {fixed} samples, but this batch, "
+                f"split into {self.settings.micro_batches}, gives some of {size}; leave "
+                "train_batch_size and train_micro_batch_size_per_gpu out of the config to allow "
+                "batches of any size"
             )
 
     @contextmanager
@@ -346,9 +346,9 @@ class ZeroEngine(DeepSpeedEngine):
     def _check_backward(self) -> None:
         if self._backwards and self.settings.zero:
             raise SlapoError(
-                "deepspeed: a backward() before has not been followed by step(), and ZeRO stage "
+                "deepspeed: the previous backward() was not followed by step(), and ZeRO stage "
                 f"{self.settings.zero} reduces gradients in backward; call step() after each, or "
-                "use train_batch, which cuts the batch in micro_batches"
+                "use train_batch with micro_batches"
             )
 
     def _backward(self, loss: Tensor) -> None:

@@ -33,8 +33,8 @@ def import_deepspeed(device: str) -> Any:
             os.environ.pop("DS_ACCELERATOR", None)
     if accelerator.device_name() != device:
         raise SlapoError(
-            f"deepspeed works on {accelerator.device_name()!r}, and the mesh on {device!r}; set "
-            f"DS_ACCELERATOR={device} in the environment, or make the mesh for the other device"
+            f"deepspeed uses {accelerator.device_name()!r}, but the mesh is on {device!r}; set "
+            f"DS_ACCELERATOR={device} in the environment, or create the mesh for the other device"
         )
     if device == "cpu":
         # Its shared-memory collectives take most of a minute to compile on first use.

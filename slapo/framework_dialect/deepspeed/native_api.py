@@ -63,7 +63,7 @@ class PlainOptions:
         for name, entry in _WITH_MESH.items():
             if given.get(name) is not None:
                 instead = f"write {entry} in the config" if entry else "leave it out"
-                raise ValueError(f"deepspeed: {name}= goes with mesh=; without one, {instead}")
+                raise ValueError(f"deepspeed: {name}= needs mesh=; without it, {instead}")
         sync = given.get("sync_replicated") or False
         FLAG.check("sync_replicated", sync)
         topology, loss_fn = given.get("topology"), given.get("loss_fn")
@@ -75,8 +75,8 @@ class PlainOptions:
         layout = _layout(sch, topology)
         if layout.pp > 1 and loss_fn is None:
             raise ValueError(
-                f"deepspeed: the topology has pipe={layout.pp}, and loss_fn is missing; a pipeline "
-                "computes the loss in its last stage: pass loss_fn=, from (output, labels)"
+                f"deepspeed: the topology has pipe={layout.pp}, but loss_fn is missing; the last "
+                "stage computes the loss: pass loss_fn=, a function of (output, labels)"
             )
         _check_precision(config, layout)
         configs.fix_entries(config, layout)
@@ -98,8 +98,8 @@ def _layout(sch: Any, topology: Any) -> configs.Layout:
     else:
         if topology.world_size() != world:
             raise ValueError(
-                f"deepspeed: the topology is for {topology.world_size()} processes, and the job "
-                f"has {world}; launch as many, or change the topology"
+                f"deepspeed: the topology is for {topology.world_size()} processes, but the job "
+                f"has {world}; launch that many, or change the topology"
             )
         pp, dp, tp = (max(1, topology.get_dim(axis)) for axis in ("pipe", "data", "model"))
         model_lists = topology.get_axis_comm_lists("model") or [[rank] for rank in range(world)]
@@ -110,7 +110,7 @@ def _layout(sch: Any, topology: Any) -> configs.Layout:
         found = dist.get_process_group_ranks(sch.group) if sch.group is not None else [rank]
         if sorted(found) != sorted(wanted):
             raise ValueError(
-                f"deepspeed: the schedule shards over the ranks {sorted(found)}, and tensor "
+                f"deepspeed: the schedule shards over the ranks {sorted(found)}, but tensor "
                 f"parallelism is over {sorted(wanted)}; pass create_schedule a group of these"
             )
     return layout
@@ -123,8 +123,8 @@ def _check_precision(config: configs.Config, layout: configs.Layout) -> None:
     shares = layout.tp > 1 or (layout.pp > 1 and "fp16" in enabled)
     if zero == 0 and enabled and config.get("gradient_clipping") and shares:
         raise ValueError(
-            f"deepspeed: gradient_clipping with {enabled[0]} and ZeRO stage 0 clips by the norm of "
-            "a part of the gradient when the model is spread over ranks; use ZeRO stage 1"
+            f"deepspeed: gradient_clipping with {enabled[0]} and ZeRO stage 0 clips by only part "
+            "of the gradient norm when the model is spread over ranks; use ZeRO stage 1"
         )
 
 

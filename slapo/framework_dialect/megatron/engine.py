@@ -66,7 +66,7 @@ class MegatronEngine(Engine):
             odd = parameter.requires_grad and parameter.dtype != torch.float32
             if self.options.dtype is None and odd:
                 raise SlapoError(
-                    f"{name} is {parameter.dtype}, and megatron trains a model of torch.float32; "
+                    f"{name} is {parameter.dtype}, but megatron trains torch.float32 models; "
                     "pass dtype="
                 )
 
@@ -204,8 +204,8 @@ class MegatronEngine(Engine):
         ]
         if without:
             raise SlapoError(
-                "overlap_grad_reduce=True waits for the gradient of every parameter, and "
-                f"{sorted(without)[:3]} got none; leave it out, or set requires_grad of theirs to "
+                "overlap_grad_reduce=True waits for the gradient of every parameter, but "
+                f"{sorted(without)[:3]} got none; leave it out, or set their requires_grad to "
                 "False before build"
             )
 

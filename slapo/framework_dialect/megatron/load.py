@@ -31,18 +31,18 @@ _PARTS = (
 
 def check_device(mesh: DeviceMesh) -> None:
     """Refuse a job without CUDA: Megatron-Core creates its buffers on CUDA by name."""
-    remedy = 'target="torch" and target="deepspeed" run on any device'
+    remedy = 'use target="torch" or target="deepspeed", which run on any device'
     if not torch.cuda.is_available():
         raise SlapoError(
-            'target="megatron" needs CUDA, where Megatron-Core puts its gradient and receive '
-            f"buffers, and this process sees no CUDA device; {remedy}"
+            'target="megatron" needs CUDA for its gradient and receive buffers, but this '
+            f"process sees no CUDA device; {remedy}"
         )
     # Uses the same device string as Megatron-Core.
     theirs = torch.empty(0, device="cuda").device.type
     if mesh.device_type != theirs:
         raise SlapoError(
-            f'target="megatron" works on {theirs!r}, and the mesh is on {mesh.device_type!r}; make '
-            f"it by slapo.init_mesh(..., device={theirs!r}), or take another target: {remedy}"
+            f'target="megatron" runs on {theirs!r}, but the mesh is on {mesh.device_type!r}; '
+            f"create it with slapo.init_mesh(..., device={theirs!r}), or {remedy}"
         )
 
 
@@ -107,14 +107,14 @@ def _check_groups(mesh: DeviceMesh) -> None:
         if found != wanted:
             sizes = {name: group.size() for name, group in theirs.items()}
             raise SlapoError(
-                f"megatron-core's groups are {sizes}, with the {dim} ranks {found} here, and the "
-                f"mesh of shape {tuple(mesh.shape)} has {wanted}; make the mesh of the same sizes, "
-                "or, once nothing uses the groups any more, call "
+                f"megatron-core's groups are {sizes}, with the {dim} ranks {found} here, but the "
+                f"mesh of shape {tuple(mesh.shape)} has {wanted}; create a mesh of the same "
+                "sizes, or, once the groups are unused, call "
                 "megatron.core.parallel_state.destroy_model_parallel()"
             )
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     if virtual is not None:
         raise SlapoError(
             f"megatron-core was initialized with virtual_pipeline_model_parallel_size={virtual}, "
-            "and target 'megatron' runs one stage on each rank; initialize it without"
+            "but target 'megatron' runs one stage per rank; leave that out"
         )

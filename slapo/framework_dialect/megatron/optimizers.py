@@ -57,7 +57,7 @@ def make_optimizer(
     inner = make_torch_optimizer(options.optimizer, lowering.trainable(), device)
     core, half = megatron_core(), options.half
     copies = half is not None and options.mesh.shape[2] > 1
-    flat = "Megatron-Core's float32 copies of slices are not slices to Slapo" if copies else None
+    flat = "Slapo does not recognize Megatron-Core's float32 copies as shards" if copies else None
     place_steps(inner, lowering, lambda: lowering.tp_group, flat)
     config = core.optimizer.OptimizerConfig(
         clip_grad=options.clip_grad_norm or 0.0,
@@ -132,7 +132,7 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
     parts = chained(optimizer)
     if len(parts) != 1:
         raise SlapoError(
-            f"lr_scheduler: megatron drives {len(parts)} optimizers here, and a scheduler is for "
+            f"lr_scheduler: megatron uses {len(parts)} optimizers here, but a scheduler takes "
             "one; step the schedulers of optimizer.chained_optimizers by hand"
         )
     inner: torch.optim.Optimizer | None = parts[0].optimizer

@@ -100,7 +100,7 @@ def resolve(options: Mapping[str, Any], model: nn.Module) -> MegatronOptions:
     half = next((half for name, half in HALF_NAMES.items() if getattr(config, name)), None)
     if half is not None and given.get("dtype") not in (None, half):
         raise ValueError(
-            f"the OptimizerConfig is for {half} and dtype is {given['dtype']}; pass one of them"
+            f"the OptimizerConfig is for {half}, but dtype is {given['dtype']}; pass one of them"
         )
     given["dtype"] = half or given.get("dtype")
     # Wrapped in a callable, since the options are validated as on other targets.
@@ -119,8 +119,8 @@ def _complete(config: Any, options: MegatronOptions) -> Any:
     wrong = [name for name in _REFUSED_FIELDS if getattr(config, name)]
     if wrong:
         raise ValueError(
-            f"the OptimizerConfig has {wrong}, which needs a call of a module for each parameter, "
-            "and stages use some directly; leave it out"
+            f"the OptimizerConfig has {wrong}, which needs every parameter's module to be "
+            "called, but stages use some directly; leave it out"
         )
     if config.lr is None:
         raise ValueError("the OptimizerConfig has no learning rate; pass OptimizerConfig(lr=...)")
@@ -130,7 +130,7 @@ def _complete(config: Any, options: MegatronOptions) -> Any:
     complete.use_distributed_optimizer |= options.distributed_optimizer
     if complete.use_distributed_optimizer and complete.optimizer != "adam":
         raise ValueError(
-            "megatron's distributed optimizer is for Adam only, and the OptimizerConfig has "
+            "megatron's distributed optimizer supports only Adam, but the OptimizerConfig has "
             f"optimizer={complete.optimizer!r}; change it, or leave out the distributed optimizer"
         )
     for name, dtype in HALF_NAMES.items():

@@ -123,8 +123,8 @@ def pack(layout: BufferLayout, tensors: Sequence[Tensor], anchor: Tensor | None)
         loses_gradient = found.requires_grad and not meta.requires_grad
         if (found.shape, found.dtype) != (meta.shape, meta.dtype) or loses_gradient:
             raise SlapoError(
-                f"a stage sends {found}, and the next one was told to expect {meta}; all "
-                "micro-batches must have one form, and stages must do the same in each"
+                f"a stage sends {found}, but the next one expects {meta}; give all micro-batches "
+                "the same shapes and dtypes, and do the same computation in each"
             )
     packed: Tensor = _Pack.apply(layout, anchor, *tensors)
     return packed

@@ -78,8 +78,8 @@ def check_parallel_options(given: Mapping[str, Any], sharded: bool, pipelined: b
     """Refuse options unknown to ``fully_shard`` or DDP; pipelines do not use DDP."""
     if given and pipelined and not sharded:
         raise TypeError(
-            f"data_parallel_options has {sorted(given)}, and in a pipeline gradients are averaged "
-            'without DDP; leave it out, or pass data_parallel="fsdp"'
+            f"data_parallel_options has {sorted(given)}, but pipelines average gradients without "
+            'DDP; leave it out, or pass data_parallel="fsdp"'
         )
     taker: Any = fully_shard if sharded else DistributedDataParallel
     known = sorted(set(inspect.signature(taker).parameters) - _OURS)
@@ -95,8 +95,8 @@ def refuse_sharded(module: nn.Module) -> None:
     """Refuse a model that FSDP2 already holds."""
     if any(isinstance(m, FSDPModule) for m in module.modules()):
         raise SlapoError(
-            'this model was built with data_parallel="fsdp", or in half precision, before; create '
-            "a new model and schedule"
+            'this model was already built with data_parallel="fsdp" or in half precision; '
+            "create a new model and schedule"
         )
 
 

@@ -216,8 +216,9 @@ class TorchEngine(TorchEngineBase):
         extra = dict(options.data_parallel_options or {})
         if extra.get("static_graph") and options.micro_batches > 1:
             raise TypeError(
-                f"data_parallel_options has static_graph, with which DDP cannot add up gradients "
-                f"of micro_batches={options.micro_batches}; leave it out, or pass micro_batches=1"
+                "data_parallel_options has static_graph, but DDP then cannot accumulate "
+                f"gradients of micro_batches={options.micro_batches}; leave it out, or pass "
+                "micro_batches=1"
             )
         #: the module to call: the model, under DDP if there are replicas
         self.runner: nn.Module = self.module
@@ -286,7 +287,7 @@ class TorchEngine(TorchEngineBase):
         if not self._is_to_compare or self.sharding is None or self.options.compile:
             return nullcontext()
         units: list[Any] = self._sharded
-        why = f"FSDP2 gathers layers one at a time; {_ALLOW}, and it gathers all at once"
+        why = f"FSDP2 gathers layers one at a time; {_ALLOW} to gather all at once"
         return entering_alike(self.module, units, dp, why)
 
     def _loss(self, part: Batch) -> Tensor:

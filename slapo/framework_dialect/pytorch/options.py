@@ -56,12 +56,12 @@ class TorchOptions(TrainingOptions):
         super().__post_init__()
         if self.autocast is not None and self.half is not None:
             raise ValueError(
-                f"autocast={self.autocast} is for a model of torch.float32, and this one computes "
-                f"in {self.half} (by dtype=, or as it was loaded); leave out autocast"
+                f"autocast={self.autocast} needs a torch.float32 model, but this one computes in "
+                f"{self.half} (from dtype=, or as it was loaded); leave out autocast"
             )
         size, dp = self.shard_size, self.mesh.shape[1]
         if size is not None and self.data_parallel != "fsdp":
-            raise ValueError(f'shard_size={size} goes with data_parallel="fsdp"; pass that too')
+            raise ValueError(f'shard_size={size} needs data_parallel="fsdp"; pass that too')
         if size is not None and dp % size:
             raise ValueError(f"shard_size is {size}; pass a divisor of the mesh's dp={dp}")
 

@@ -178,7 +178,7 @@ class TorchPipelineEngine(TorchEngineBase):
             return
         if "mp_policy" in (self.options.data_parallel_options or {}):
             raise SlapoError(
-                "mp_policy changes the types of what stages send; with a pipeline pass "
+                "mp_policy changes the dtypes that stages send; with a pipeline pass "
                 "dtype=torch.bfloat16 instead"
             )
         seen: set[int] = set()
@@ -268,9 +268,9 @@ class TorchPipelineEngine(TorchEngineBase):
         if self.schedule.splits_backward and "backward through the graph a second" in str(error):
             return SlapoError(
                 f"pipeline_schedule={self.options.pipeline_schedule!r} splits the backward of a "
-                "stage in two, which torch cannot do where parameters stand beside what the stage "
-                "receives (a decoder with an embedding of its own) or where activations are "
-                'checkpointed; use "interleaved_1f1b" or "1f1b"'
+                "stage in two, which torch cannot do for parameters independent of the stage's "
+                "inputs (a decoder with its own embedding) or for checkpointed activations; use "
+                '"interleaved_1f1b" or "1f1b"'
             )
         return error
 

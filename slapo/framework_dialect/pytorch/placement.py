@@ -49,19 +49,19 @@ class PipelineSchedule:
             check_stage_count(n_stages, pp, self.stages_per_rank)
         elif n_stages % pp or n_stages < 2 * pp:
             raise SlapoError(
-                f"pipeline_schedule={name!r} runs two or more stages on each of pp={pp} ranks, as "
-                f"many on each, and the schedule is cut in {n_stages}; cut in {2 * pp}, or use "
-                '"1f1b"'
+                f"pipeline_schedule={name!r} runs the same number of stages, at least two, on "
+                f"each of pp={pp} ranks, but the schedule has {n_stages}; cut it in {2 * pp}, or "
+                'use "1f1b"'
             )
         if self.cls != "ScheduleGPipe" and micro_batches < pp:
             raise SlapoError(
-                f"pipeline_schedule={name!r} needs at least as many micro-batches as ranks, and "
+                f"pipeline_schedule={name!r} needs at least as many micro-batches as ranks, but "
                 f"micro_batches={micro_batches} < pp={pp}; raise it, or use "
                 'pipeline_schedule="gpipe"'
             )
         if self.stages_per_rank is None and micro_batches % pp:
             raise SlapoError(
-                f"pipeline_schedule={name!r} sends micro-batches in rounds of pp={pp}, and "
+                f"pipeline_schedule={name!r} sends micro-batches in rounds of pp={pp}, but "
                 f"micro_batches={micro_batches} is not a multiple of it; change one of them"
             )
 
