@@ -131,18 +131,18 @@ def grid_of(mesh: DeviceMesh) -> DeviceMesh:
         other = [name for name in names if name not in DIMS]
         what = f"the dimensions {other}, which no target uses" if other else "no names"
         raise ValueError(
-            f"mesh has {what}; name its dimensions by some of {DIMS}, or make it by "
+            f"mesh has {what}; name its dimensions with some of {DIMS}, or create it with "
             "slapo.init_mesh(pp=, dp=, tp=)"
         )
     if not _is_up():
         raise ValueError(
-            "mesh outlived its process group: torch.distributed is not initialized; make a new "
-            "one by slapo.init_mesh(pp=, dp=, tp=)"
+            "mesh outlived its process group: torch.distributed is not initialized; create a "
+            "new one with slapo.init_mesh(pp=, dp=, tp=)"
         )
     if sorted(mesh.mesh.flatten().tolist()) != list(range(dist.get_world_size())):
         raise ValueError(
             f"mesh of shape {tuple(mesh.shape)} does not cover the world of "
-            f"{dist.get_world_size()} processes; make it by slapo.init_mesh(pp=, dp=, tp=)"
+            f"{dist.get_world_size()} processes; create it with slapo.init_mesh(pp=, dp=, tp=)"
         )
     _check_backend(mesh.device_type, "mesh")
     if names == DIMS:
@@ -196,8 +196,8 @@ def _start(device: torch.device, timeout: float | timedelta | None) -> None:
         raise SlapoError("init_mesh: this build of torch has no torch.distributed; install another")
     if device.type not in ("cpu", _best_device().type):
         raise SlapoError(
-            f"init_mesh: device is {device.type!r}, and this process sees {_best_device().type!r} "
-            "only; pass that, or leave device out"
+            f"init_mesh: device is {device.type!r}, but this process only sees "
+            f"{_best_device().type!r}; pass that, or leave device out"
         )
     # MASTER_ADDR alone is no launch: some launchers and cluster shells set it for single processes
     # too.
@@ -211,7 +211,7 @@ def _start(device: torch.device, timeout: float | timedelta | None) -> None:
     if missing:
         raise SlapoError(
             f"init_mesh: the environment has {given} but not {missing}; launch with torchrun, set "
-            "all four, or neither RANK nor WORLD_SIZE to run one process alone"
+            "all four, or unset RANK and WORLD_SIZE to run a single process"
         )
     _select_device(device.type)
     # Validated later, on all ranks at once.
@@ -239,7 +239,7 @@ def _select_device(kind: str) -> None:
     index, count = int(os.environ["LOCAL_RANK"]), torch.accelerator.device_count()
     if index >= count:
         raise SlapoError(
-            f"init_mesh: LOCAL_RANK is {index}, and this machine has {count} {kind} devices; "
+            f"init_mesh: LOCAL_RANK is {index}, but this machine has {count} {kind} devices; "
             "launch at most one process for each"
         )
     torch.accelerator.set_device_index(index)
@@ -258,7 +258,7 @@ def _check_arguments(
     sizes = dict(zip(DIMS, (pp, dp, tp), strict=True))
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"init_mesh: {name} is {size!r}; pass a whole number from 1 up")
+            raise ValueError(f"init_mesh: {name} is {size!r}; pass a positive integer")
     _check_world(sizes, dist.get_world_size())
     kind = _device_of_backend() if device is None else device.type
     _check_backend(kind, "init_mesh")
@@ -304,9 +304,9 @@ def _check_world(sizes: dict[str, int], world: int) -> None:
         for name, size in sizes.items()
         if world % (needed // size) == 0
     ]
-    remedy = f"pass {' or '.join(fitting)} and the rest as they are, or " if fitting else ""
+    remedy = f"pass {' or '.join(fitting)} and keep the rest, or " if fitting else ""
     raise ValueError(
-        f"init_mesh: {shown} makes {needed} processes, and the job has {world}; "
+        f"init_mesh: {shown} needs {needed} processes, but the job has {world}; "
         f"{remedy}launch {needed} (torchrun --nproc-per-node {needed} on one machine)"
     )
 
@@ -332,6 +332,6 @@ def _check_backend(kind: str, what: str) -> None:
     backends = _backends()
     if not _serves(backends.get(kind), kind):
         raise ValueError(
-            f"{what}: the device is {kind!r}, and the process group that is running has the "
-            f"backends {backends}; start it with {_backend_for(kind)!r}, or leave that to init_mesh"
+            f"{what}: the device is {kind!r}, but the running process group has the backends "
+            f"{backends}; start it with {_backend_for(kind)!r}, or let init_mesh start it"
         )

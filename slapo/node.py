@@ -253,8 +253,8 @@ class Node:
         while parent is not None:  # runs before every primitive; a generator takes twice as long
             if _slot(parent._mod, node.name) is not node._mod:
                 raise SlapoError(
-                    f"{spelled(self.path)}: another module was put at {node.path!r} since this "
-                    "node was taken from the schedule; take it again"
+                    f"{spelled(self.path)}: the module at {node.path!r} was replaced after this "
+                    "node was taken from the schedule; look it up again"
                 )
             node, parent = parent, parent.parent
 
@@ -278,8 +278,8 @@ class Node:
         if sealed is not None:
             return (
                 f"no module at {path!r}{here}: {sealed.path!r} is torch's own "
-                f"{type(innermost(sealed.mod)).__name__}, which is one node, as its code decides "
-                "about what is in it; replace it by modules of your own to schedule its parts"
+                f"{type(innermost(sealed.mod)).__name__}, which is a single node because it uses "
+                "its parts directly; replace it with your own modules to schedule its parts"
             )
         if not self._is_list(path):
             return f"no module at {path!r}{here}; nearest paths are {near}"
@@ -364,7 +364,7 @@ class Node:
     @mod.setter
     def mod(self, value: object) -> None:
         raise AttributeError(
-            f"{spelled(self.path)}.mod is what stands in the model; put another module there by "
+            f"{spelled(self.path)}.mod is the module in the model; put another module there with "
             f"{spelled(self.path)}.replace(module)"
         )
 
@@ -390,8 +390,8 @@ class Node:
         """Return the same schedule over a copy of the model."""
         if self.parent is not None:
             raise SlapoError(
-                f"{spelled(self.path)} is a part of a schedule, which has no copy of its own; copy "
-                "the root, and take the node from that"
+                f"{spelled(self.path)} is part of a schedule and cannot be copied alone; copy the "
+                "root, and take the node from the copy"
             )
         state = self.state.copy()
         state.nodes_of = {}

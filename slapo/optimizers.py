@@ -64,8 +64,7 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         missing = [n for _, n, p in trained if p is not None and p.grad is not None]
         if stale and missing:
             raise SlapoError(
-                f"this {type(optimizer).__name__} was made before the schedule and holds "
-                f"{stale[:3]}, in whose place the model has other parameters now, such as "
-                f"{missing[:3]}, which it would not train; make it after slapo.build, of "
-                "model.parameters()"
+                f"this {type(optimizer).__name__} was created before the schedule and holds "
+                f"{stale[:3]}, which the model no longer uses; it would not train new parameters "
+                f"such as {missing[:3]}; create it after slapo.build, from model.parameters()"
             )

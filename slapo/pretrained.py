@@ -111,8 +111,8 @@ def load_pretrained(
         target.check_between_steps(what)
     if dtype is not None and not isinstance(target, Schedule):
         raise ValueError(
-            f"load_pretrained: dtype={dtype} is for a schedule before build; what is built has the "
-            "dtype that it trains in"
+            f"load_pretrained: dtype={dtype} is only for a schedule before build; a built model "
+            "has its training dtype already"
         )
     same_on_all_ranks(what, {"folder": str(folder), "missing": missing, "dtype": str(dtype)})
     found = all_ranks_or_none(what, lambda: _find(original, Path(folder).absolute(), missing))
@@ -132,7 +132,7 @@ def load_pretrained(
     if found.missing:
         logger.warning("%s lacks %s, which are initialized", folder, _few(found.missing))
     if found.unexpected:
-        logger.warning("%s has %s, which the model does not", folder, _few(found.unexpected))
+        logger.warning("%s has %s, which the model lacks", folder, _few(found.unexpected))
     return Loaded(tuple(found.missing), tuple(found.unexpected), lambda: found.folder.bytes_read)
 
 
@@ -181,7 +181,9 @@ def save_pretrained(
     _check_dtype(what, dtype)
     limit = size_in_bytes(max_shard_size)
     if isinstance(target, Schedule):
-        raise SlapoError("save_pretrained takes what slapo.build returned, and got a schedule")
+        raise SlapoError(
+            "save_pretrained got a schedule; pass the model or engine from slapo.build"
+        )
     if isinstance(target, nn.Module) and original_of(target) is None:
         target = getattr(getattr(target, "base_model", None), "model", target)  # inside a PeftModel
     original = _original(what, target)
@@ -211,8 +213,8 @@ def _save_as_transformers(
 ) -> None:
     if state_dict is not None or others or not safe_serialization:
         raise SlapoError(
-            "save_pretrained of a sharded model takes a folder and max_shard_size; whatever "
-            "rank this is, call it on every one"
+            "save_pretrained of a sharded model takes only a folder and max_shard_size; call it "
+            "with these, on every rank"
         )
     save_pretrained(model, save_directory, max_shard_size=max_shard_size)
 
@@ -232,7 +234,7 @@ def _with_values(
     if lacking or unknown:
         raise SlapoError(
             f"save_pretrained: values lack {lacking[:3]} and have {unknown[:3]}, which the model "
-            "does not; pass what state_dict() of the target gives on this rank"
+            "lacks; pass a value for each name in the state_dict() of this rank"
         )
     names = {id(tensor): name for name, tensor in own.items()}
     found = []
@@ -242,7 +244,7 @@ def _with_values(
         if given.origin is not None and value.shape != given.here.shape:
             raise SlapoError(
                 f"save_pretrained: the value of {item.name!r} has the shape {tuple(value.shape)}, "
-                f"and this rank's part of it {tuple(given.here.shape)}"
+                f"but this rank's part of it has {tuple(given.here.shape)}"
             )
         found.append(given)
     return found
@@ -251,9 +253,11 @@ def _with_values(
 def _original(what: str, target: Any) -> Original:
     if isinstance(target, Schedule):
         if target.parent is not None:
-            raise SlapoError(f"{what} takes the root schedule, and got {target.where}")
+            raise SlapoError(f"{what} takes the root schedule, got {target.where}")
         if target.state.built_for is not None:
-            raise SlapoError(f"{what}: this schedule is built already; pass what build returned")
+            raise SlapoError(
+                f"{what}: this schedule is built already; pass the built model or engine"
+            )
         return target.state.original
     found = None
     if isinstance(target, Engine):
@@ -262,13 +266,13 @@ def _original(what: str, target: Any) -> Original:
         found = original_of(target)
     else:
         raise TypeError(
-            f"{what} takes what slapo.build returned, got {type(target).__name__}; pass a "
-            "schedule, a built module or an engine"
+            f"{what}: target is of type {type(target).__name__}; pass a schedule, or the model or "
+            "engine returned by slapo.build"
         )
     if found is None:
         raise SlapoError(
-            f"{what}: this {type(target).__name__} was not built by slapo.build; pass what that "
-            "returned"
+            f"{what}: this {type(target).__name__} was not built by slapo.build; pass the model or "
+            "engine that it returns"
         )
     return found
 
@@ -282,7 +286,7 @@ def _find(original: Original, path: Path, missing: str) -> Found:
     if missing == "init" and found.originals:  # otherwise no name matches at all
         lacking = found.missing_in_its_class()
     if lacking:
-        extra = f"; it has {_few(found.unexpected)} beside" if found.unexpected else ""
+        extra = f"; it also has {_few(found.unexpected)}" if found.unexpected else ""
         raise SlapoError(
             f"{path} lacks {_few(lacking)}{extra}; pass the folder of this model, or weights for "
             "all of it"

@@ -83,13 +83,13 @@ class RNGTracker:
         """
         if name in self._states:
             raise ValueError(
-                f"the tracker has a random state {name!r} already, beside "
+                f"the tracker already has a random state {name!r}, among "
                 f"{sorted(self._states)}; pick another name, or call reset() first"
             )
         if seed in self._seeds:
             raise ValueError(
-                f"seed {seed} for {name!r} is that of another random state, which would draw the "
-                f"same numbers; pick a seed other than {sorted(self._seeds)}"
+                f"seed {seed} for {name!r} already belongs to another random state, which would "
+                f"draw the same numbers; pick a seed other than {sorted(self._seeds)}"
             )
         self._states[name] = _seeded(seed, _device_types())
         self._seeds.add(seed)
@@ -313,7 +313,7 @@ def set_random_seed(
     if mesh is not None:
         beside = [name for name, rank in given.items() if rank is not None]
         if beside:
-            raise ValueError(f"set_random_seed: mesh has the ranks; leave out {beside}")
+            raise ValueError(f"set_random_seed: mesh already gives the ranks; leave out {beside}")
         names = mesh.mesh_dim_names or ()
         given = {
             f"{dim}_rank": mesh.get_local_rank(dim) if dim in names else 0
@@ -324,7 +324,7 @@ def set_random_seed(
     elif tp_rank is None and dist.is_available() and dist.is_initialized():
         given["tp_rank"] = dist.get_rank()
     if not hasattr(seed, "__index__"):  # accepts NumPy integers
-        raise TypeError(f"set_random_seed: seed is {seed!r}; pass a whole number")
+        raise TypeError(f"set_random_seed: seed is {seed!r}; pass an integer")
     pp, dp, tp = (_check_rank(name, rank) for name, rank in given.items())
     _tracker.reset()
     shared_seed = seed + stage_distance * pp + 10 * dp
@@ -390,7 +390,7 @@ def set_all_states(states: Mapping[str, Any]) -> None:
 def _check_rank(name: str, rank: int | None) -> int:
     if rank is not None and rank < 0:
         raise ValueError(
-            f"set_random_seed: {name} is {rank}; pass a rank from 0 up, or None outside of a group"
+            f"set_random_seed: {name} is {rank}; pass 0 or more, or None outside of a group"
         )
     return rank or 0
 

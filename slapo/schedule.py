@@ -244,21 +244,21 @@ class Schedule(Node):
                 return
         reasons = "\n".join(f"- {warning.message}" for warning in caught)
         raise SlapoError(
-            f"{spelled(self.path)}.{verb}: the module is not traced, and could not be by itself; "
-            f"call .trace() with what it needs first:\n{reasons}"
+            f"{spelled(self.path)}.{verb}: the module is not traced, and could not be traced "
+            f"automatically; call .trace() with the arguments that it needs first:\n{reasons}"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "a Schedule is not pickled or copied by copy.copy; use copy.deepcopy(sch) for one over "
-            "a copy of the model, or pickle the model, sch.mod"
+            "a Schedule cannot be pickled or copied by copy.copy; use copy.deepcopy(sch), which "
+            "copies the model too, or pickle the model, sch.mod"
         )
 
     def __iter__(self) -> Any:
         """Raise TypeError: without this, Python would iterate by integer keys."""
         raise TypeError(
-            "a Schedule is not iterated; take its nodes by sch.named_schedules(), sch.select(glob) "
-            "or sch.child.values()"
+            "a Schedule is not iterable; get its nodes from sch.named_schedules(), "
+            "sch.select(glob) or sch.child.values()"
         )
 
     if not TYPE_CHECKING:  # type checkers would accept any attribute, and no typo would show
@@ -278,7 +278,7 @@ class Schedule(Node):
         if children:
             return f"{text}; children are items: sch[{children[0]!r}]"
         if hasattr(self.__dict__.get("_mod"), name):
-            return f"{text}; that of the module is sch.mod.{name}"
+            return f"{text}; the module's attribute is sch.mod.{name}"
         return f"{text}; {with_nearest(name, dir(self), f'its primitives are {list_primitives()}')}"
 
     def __dir__(self) -> list[str]:
@@ -366,9 +366,9 @@ def create_schedule(
     check_module(root, "create_schedule: root", "pass the model itself")
     if isinstance(root, (DistributedDataParallel, nn.DataParallel)):
         raise TypeError(
-            f"create_schedule: root is a {type(root).__name__} already, which has taken hold of "
-            "the parameters; schedule the model itself, model.module, and wrap what slapo.build "
-            "returns"
+            f"create_schedule: root is a {type(root).__name__} already, which has registered the "
+            "parameters; schedule the model itself, model.module, and wrap the model that "
+            "slapo.build returns"
         )
     if parent is not None:
         tp_group = parent.group if group is None and mesh is None else resolve_group(group, mesh)
@@ -390,9 +390,9 @@ def _warn_of_earlier(root: nn.Module) -> None:
         count = f"{len(earlier)} primitive{'s' if len(earlier) > 1 else ''}"
         warn_caller(
             f"create_schedule: this {type(innermost(root)).__name__} was scheduled before ({count},"
-            f" the first {earlier[0]}) and is as that left it; the new schedule does not show it. "
-            "To start again, rebuild the model in front of create_schedule, or keep the model as "
-            "it is and schedule copies: create_schedule(copy.deepcopy(model))"
+            f" the first {earlier[0]}) and keeps those changes; the new schedule does not show "
+            "them. To start over, rebuild the model before create_schedule, or keep the model "
+            "unchanged and schedule copies: create_schedule(copy.deepcopy(model))"
         )
 
 

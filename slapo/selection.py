@@ -114,8 +114,8 @@ class Selection(Generic[N]):
         """
         if isinstance(make_module, nn.Module) or not callable(make_module):
             raise TypeError(
-                f"select({self.pattern!r}).replace: got {describe(make_module)}, and one module "
-                "cannot stand in for several; pass a function, such as "
+                f"select({self.pattern!r}).replace: got {describe(make_module)}, but one module "
+                "cannot replace several; pass a function, such as "
                 "lambda path, module: nn.GELU()"
             )
         check_takes(make_module, "make_module", ("path", "module"))

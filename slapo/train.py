@@ -65,7 +65,7 @@ class Windows:
 
     def __init__(self, tokens, replica, replicas, device):
         if len(tokens) < SEQ:
-            raise ValueError(f"{len(tokens)} tokens do not fill a sample of {SEQ}; give more text")
+            raise ValueError(f"{len(tokens)} tokens do not fill a sample of {SEQ}; pass more text")
         self.windows = tokens[: len(tokens) // SEQ * SEQ].view(-1, SEQ)
         self.device = device
         self.replica, self.replicas = replica, replicas
@@ -104,7 +104,7 @@ def main():
     )
     tokens = read(DATA, tokenizer)
     if int(tokens.max()) >= config.get_text_config().vocab_size:
-        raise ValueError("the text has tokens that the model has not: is the tokenizer its own?")
+        raise ValueError("the text has tokens that the model lacks; use the model's own tokenizer")
     held_out = max(SEQ, int(HELD_OUT * len(tokens)))
     where = mesh.get_local_rank("dp"), mesh["dp"].size(), mesh.device_type
     unseen = iter(Windows(tokens[-held_out:], *where))
@@ -202,9 +202,9 @@ def _devices(given: argparse.Namespace) -> int:
     """Number of devices, or of processes without a GPU: as requested, or all."""
     count: int = given.gpus or torch.cuda.device_count() or 1
     if count < 1:
-        raise ValueError(f"--gpus is {count}; give a number from 1 on")
+        raise ValueError(f"--gpus is {count}; pass 1 or more")
     if torch.cuda.is_available() and count > torch.cuda.device_count():
-        raise ValueError(f"--gpus is {count}, and there are {torch.cuda.device_count()} here")
+        raise ValueError(f"--gpus is {count}, but this machine has {torch.cuda.device_count()}")
     return count
 
 
@@ -213,15 +213,15 @@ def _check_files(given: argparse.Namespace) -> None:
     data, out = Path(given.data), Path(given.out)
     if not (Path(given.folder) / "config.json").is_file():
         raise ValueError(
-            f"{given.folder} is not a folder with a config.json; give one that save_pretrained has "
-            "written (names of a hub are not looked up)"
+            f"{given.folder} is not a folder with a config.json; pass one written by "
+            "save_pretrained (hub names are not looked up)"
         )
     if not data.is_file():
         raise ValueError(f"--data {data} is not a file; pass a text file or a .jsonl file")
     if out.exists() and any(out.iterdir()):
-        raise ValueError(f"--out {out} holds files already; give a new folder")
+        raise ValueError(f"--out {out} already holds files; pass a new folder")
     if given.steps < 1:
-        raise ValueError(f"--steps is {given.steps}; give a number from 1 on")
+        raise ValueError(f"--steps is {given.steps}; pass 1 or more")
 
 
 def _check_model(given: argparse.Namespace, config: Any) -> None:
@@ -232,7 +232,7 @@ def _check_model(given: argparse.Namespace, config: Any) -> None:
     found = getattr(config, "architectures", None) or [wanted]
     if wanted is None or wanted not in found:
         raise ValueError(
-            f"{given.folder} holds a {found[0] or config.model_type}, and slapo train takes causal "
+            f"{given.folder} holds a {found[0] or config.model_type}, but slapo train takes causal "
             f"language models; pass a folder of {wanted or 'another family, such as Llama'}"
         )
     longest = getattr(config.get_text_config(), "max_position_embeddings", None) or 2**62
@@ -268,20 +268,20 @@ def _layout(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="slapo train",
-        description="Train a causal language model from a folder of Hugging Face on a text: "
+        description="Train a causal language model from a Hugging Face folder on a text: "
         "suggest a layout, schedule and check the model, start the ranks, save, resume, and write "
         "a folder. The same command resumes a stopped run.",
     )
     add = parser.add_argument
-    add("folder", metavar="FOLDER", help="of save_pretrained: config, weights, tokenizer")
+    add("folder", metavar="FOLDER", help="config, weights, tokenizer, as by save_pretrained")
     add("--data", required=True, help='a text file, or FILE.jsonl with a "text" in each line')
-    add("--gpus", type=int, help="devices, or processes where there is no GPU; by default all")
-    add("--steps", type=int, default=100, help="(%(default)s)")
+    add("--gpus", type=int, help="devices, or processes without a GPU; by default all")
+    add("--steps", type=int, default=100, help="training steps (%(default)s)")
     add("--out", default="tuned", help="folder for the trained model (%(default)s)")
     add("--run", help="folder for steps to resume from; by default OUT-run")
-    add("--seq", type=int, help="tokens of a sample; by default at most 1024")
-    add("--batch", type=int, help="samples of a step, over all replicas; by default 8 or more")
-    add("--lr", type=float, default=3e-5, help="of AdamW (%(default)s)")
+    add("--seq", type=int, help="tokens per sample; by default at most 1024")
+    add("--batch", type=int, help="samples per step, over all replicas; by default 8 or more")
+    add("--lr", type=float, default=3e-5, help="learning rate of AdamW (%(default)s)")
     add("--tp", type=int, help="ranks that shard each layer; default: the fastest layout")
-    add("--print-script", action="store_true", help="print the Python program, and end")
+    add("--print-script", action="store_true", help="print the Python program and exit")
     return parser

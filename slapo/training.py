@@ -170,8 +170,8 @@ class _Loop:
             again = iter(self.data)
             self._iterator = None if again is self._iterator else again
         raise ValueError(
-            f"fit: data ended after {self.engine.step_count} steps; pass more of it, or something "
-            "that can be iterated again, such as a list or a DataLoader"
+            f"fit: data ended after {self.engine.step_count} steps; pass more data, or an iterable "
+            "that can restart, such as a list or a DataLoader"
         )
 
     # --- steps -----------------------------------------------------------------------------------

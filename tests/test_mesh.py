@@ -77,11 +77,11 @@ def test_the_process_group_is_used_again() -> None:
     ("arguments", "message"),
     [
         *(
-            ({"tp": size}, r"tp is .*; pass a whole number")
+            ({"tp": size}, r"tp is .*; pass a positive integer")
             for size in (0, -1, 2.0, True, "2", None)
         ),
         *(({"timeout": seconds}, "pass seconds above 0") for seconds in (0, -1.0)),
-        ({"pp": 2, "dp": 3}, r"pp=2, dp=3, tp=1 makes 6 processes, and the job has 1"),
+        ({"pp": 2, "dp": 3}, r"pp=2, dp=3, tp=1 needs 6 processes, but the job has 1"),
     ],
 )
 def test_sizes_that_make_no_grid(arguments: dict[str, Any], message: str) -> None:
@@ -112,7 +112,9 @@ def test_a_device_that_is_not_there() -> None:
 
 def test_a_device_without_a_backend_is_refused() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with pytest.raises(ValueError, match=r"'cuda', and the process group .* 'cpu:gloo,cuda:nccl'"):
+    with pytest.raises(
+        ValueError, match=r"'cuda', but the running process group .* 'cpu:gloo,cuda:nccl'"
+    ):
         init_mesh(device="cuda")
     assert dist.is_initialized()
 
@@ -209,7 +211,7 @@ def test_errors_come_on_every_rank() -> None:
     wrong: list[Any] = run_distributed(complaint, 2, [{"pp": 4}] * 2)
     assert wrong[0] == wrong[1]
     assert wrong[0].startswith("ValueError: init_mesh: pp=4, dp=1, tp=1 makes 4 processes")
-    assert "pass pp=2 and the rest as they are, or launch 4" in wrong[0]
+    assert "pass pp=2 and keep the rest, or launch 4" in wrong[0]
     mixed = run_distributed(complaint, 2, [{"pp": 2}, {"pp": 0}])
     assert mixed[1].startswith("ValueError: init_mesh: pp is 0")
     assert mixed[0].startswith("SlapoError: init_mesh failed on rank 1 with ValueError")

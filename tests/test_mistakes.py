@@ -146,7 +146,7 @@ REMEDY = re.compile(
     r"|make|name|pad|pass|pick|replace|replay|return|set|shard|take|trace|use|write)\b"
     r"|did you mean"
     r"|\b(?:known|nearest paths|there|classes|parameters|primitives) are |it has \['|\btakes [([]"
-    r"|children are items|that of the module is|\.trace\(flatten=True\)|\.decompose\(\)"
+    r"|children are items|the module's attribute is|\.trace\(flatten=True\)|\.decompose\(\)"
     r"|primitives applied there:\n|must be the same on every rank"
 )
 #: A value: in quotes, in brackets, a number, or what was given.

@@ -193,7 +193,7 @@ def test_errors_name_the_remedy() -> None:
     tracker.add("a", 1)
     with pytest.raises(ValueError, match="has a random state 'a' already"):
         tracker.add("a", 2)
-    with pytest.raises(ValueError, match="seed 1 for 'b' is that of another"):
+    with pytest.raises(ValueError, match="seed 1 for 'b' already belongs to another"):
         tracker.add("b", 1)
     tracker.reset()
     tracker.add("a", 1)
@@ -245,5 +245,5 @@ def test_seeds_of_a_mesh_never_meet() -> None:
             set_random_seed(5, mesh=_Mesh(pp, dp, 0))  # type: ignore[arg-type]
             seeds.add(torch.initial_seed())
     assert len(seeds) == 72
-    with pytest.raises(ValueError, match=r"mesh has the ranks; leave out \['dp_rank'\]"):
+    with pytest.raises(ValueError, match=r"mesh already gives the ranks; leave out \['dp_rank'\]"):
         set_random_seed(5, dp_rank=1, mesh=_Mesh(0, 1, 0))  # type: ignore[arg-type]

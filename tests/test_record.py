@@ -347,7 +347,7 @@ def test_a_pattern_that_is_another_one_now(tmp_path: Path, monkeypatch: pytest.M
 
     other.__qualname__ = "gelu"
     monkeypatch.setitem(globals(), "gelu", other)
-    with pytest.raises(slapo.SlapoError, match=r"find\(gelu\) finds 0 matches here, and found 1"):
+    with pytest.raises(slapo.SlapoError, match=r"find\(gelu\) finds 0 matches here, but found 1"):
         slapo.replay(block(), tmp_path / "record", allow=["tests"])
 
 
@@ -530,18 +530,18 @@ REFUSED: dict[str, tuple[Callable[[Schedule], Any], str]] = {
     ),
     "module with the old one in it": (
         lambda s: s["head"].replace(nn.Sequential(s["head"].mod, nn.ReLU())),
-        "in it '0' stands in the model already",
+        "its '0' is in the model already",
     ),
-    "module at two places": (one_at_two_places, "it stands in the model already"),
-    "tied module": (tied_by_hand, "a Sequential that was changed after it was made"),
+    "module at two places": (one_at_two_places, "it is in the model already"),
+    "tied module": (tied_by_hand, "a Sequential that was changed after it was created"),
     "frozen module": (
         changed(nn.Linear(8, 8, device="meta"), lambda m: m.requires_grad_(False)),
-        "a Linear that was changed after it was made",
+        "a Linear that was changed after it was created",
     ),
     "module with an old weight": (holds_old_weight, "it holds the model's own 'weight'"),
     "changed module": (
         changed(Scaled(2.0), lambda m: vars(m).update(factor=3.0, kinds=("a", "b"), extra="more")),
-        "that was changed after it was made",
+        "that was changed after it was created",
     ),
     "module with a hook": (
         changed(nn.GELU(), lambda m: m.register_forward_hook(double)),
@@ -550,7 +550,7 @@ REFUSED: dict[str, tuple[Callable[[Schedule], Any], str]] = {
     "module of a local class": (local_class, "its class local_class.<locals>.Local cannot be"),
     "argument under another name": (
         lambda s: s["head"].replace(Hidden(2.0)),
-        r"or keeps an argument under another name",
+        r"or stores an argument under another name",
     ),
     "argument that is gone": (
         changed(Scaled(2.0), lambda m: delattr(m, "factor")),
@@ -558,7 +558,7 @@ REFUSED: dict[str, tuple[Callable[[Schedule], Any], str]] = {
     ),
     "parameter": (
         lambda s: s["head"].annotate("bias", "mask", nn.Parameter(torch.zeros(2))),
-        "a Parameter that no text holds",
+        "a Parameter, which has no text form",
     ),
     "object": (
         lambda s: s["head"].annotate("bias", "mask", [Hooks.Config()]),
@@ -614,7 +614,9 @@ def test_names_that_mean_something_else() -> None:
         return output
 
     hook.__qualname__ = "double"
-    assert "not what can be imported as tests.test_record:double" in keep(hook, sch).problem()
+    assert (
+        "not the object that is imported as tests.test_record:double" in keep(hook, sch).problem()
+    )
     assert keep(double, sch).encode() == "tests.test_record:double"
     assert keep(torch.Tensor.view, sch).encode() == "torch:Tensor.view"
     assert keep(ScheduleRecord.load, sch).revive(sch) == ScheduleRecord.load
@@ -749,7 +751,7 @@ ELSEWHERE = [
         Acts(nn.GELU()),
         Acts(nn.ReLU()),
         slapo.SlapoError,
-        "finds 0 matches here, and found 1 when the record was made; replay on the same model",
+        "finds 0 matches here, but found 1 when the record was made; replay on the same model",
     ),
     (
         scaled_into_tanh,
@@ -789,7 +791,7 @@ def test_no_graph() -> None:
     sch.trace()
     sch.replace(torch.tanh, sch.find(gelu))
     record = ScheduleRecord(sch.history[1:])
-    message = r"sch is not traced here, and find\(gelu\)\[0\] was found in a graph"
+    message = r"sch is not traced here, but find\(gelu\)\[0\] was found in a graph"
     refused(block(), record, slapo.SlapoError, message)
 
 

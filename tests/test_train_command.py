@@ -114,8 +114,8 @@ def test_mistakes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for wrong, says in [
         (["train", "none", "--data", "text.txt"], "not a folder with a config.json"),
         ([*ASK, "--data", "none.txt"], "--data none.txt is not a file"),
-        (["train", "bert", "--data", "text.txt"], "bert holds a BertForMaskedLM, and slapo train"),
-        (["train", "t5", "--data", "text.txt"], "t5 holds a t5, and slapo train takes causal"),
+        (["train", "bert", "--data", "text.txt"], "bert holds a BertForMaskedLM, but slapo train"),
+        (["train", "t5", "--data", "text.txt"], "t5 holds a t5, but slapo train takes causal"),
         ([*ASK, "--data", "text.txt", "--seq", "65"], "pass 2 or more, and at most 64"),
         ([*ASK, "--data", "text.txt", "--seq", "1"], "--seq is 1; pass 2 or more"),
         ([*ASK, "--data", "text.txt", "--steps", "0"], "--steps is 0"),

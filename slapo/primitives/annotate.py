@@ -70,14 +70,14 @@ class AnnotatePrimitive(Primitive, name="annotate"):
             raise TypeError(f"{key} is {value!r}; pass True or False")
         if key not in PARTIAL_GRAD and difflib.get_close_matches(key, PARTIAL_GRAD, 1, cutoff=0.85):
             warn_caller(
-                f"annotate: the tag {key!r} is unknown, and is spelled like 'partial_grad', "
-                "which sums the parameter's gradient over the ranks; write that if you mean it"
+                f"annotate: the unknown tag {key!r} is spelled like 'partial_grad', which sums the "
+                "parameter's gradient over the ranks; write 'partial_grad' if you mean that"
             )
         spec = shards_of(module).get(param_name)
         if key in PARTIAL_GRAD and value and spec is not None and spec.world_size > 1:
             raise ValueError(
-                f"{param_name!r} is sharded along axis {spec.axis}: each rank has another slice, "
-                "whose gradient is complete; annotate what is whole, and leave this call out"
+                f"{param_name!r} is sharded along axis {spec.axis}: each rank has a different "
+                "slice, with a complete gradient; leave this call out"
             )
         make_sharding(module, sch.group).tag(module, param_name, key, value)
         sch.metadata.param_tags.setdefault(param_name, {})[key] = value

@@ -104,7 +104,7 @@ def register_primitive(*args: Any) -> Callable[[type[T]], type[T]]:
         if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
             raise ValueError(
                 f"register_primitive: {name!r} cannot be the name of a method; choose an "
-                "identifier without an underscore in front"
+                "identifier without a leading underscore"
             )
         if name in _REGISTRY or name in _RESERVED:
             taken = _REGISTRY.get(name)

@@ -66,7 +66,7 @@ class CheckpointPrimitive(Primitive, name="checkpoint"):
         /,
         subgraph: Any = None,
         order_args_fn: Annotated[
-            OrderArgs | None, "from a call's arguments to a tuple of them in order"
+            OrderArgs | None, "from a call's arguments to an ordered tuple of them"
         ] = None,
         use_reentrant: bool = False,
     ) -> Node:

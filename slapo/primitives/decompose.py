@@ -43,13 +43,11 @@ class DecomposePrimitive(Primitive, name="decompose"):
             raise ValueError("the layer is decomposed already; leave the second call out")
         if not isinstance(module, nn.Linear):
             raise ValueError(
-                f"only nn.Linear can be decomposed, not {type(module).__name__}; write the module "
-                "you want and use .replace()"
+                f"only nn.Linear can be decomposed, not {type(module).__name__}; write your own "
+                "module and use .replace()"
             )
         if module.bias is None:
-            raise ValueError(
-                "the layer has no bias, so there is nothing to take apart; leave the call out"
-            )
+            raise ValueError("the layer has no bias to separate; leave the call out")
         _check_not_in_graph(sch)
         slices = [n for n in shards_of(module) if _is_smaller(module.get_parameter(n))]
         if slices:
@@ -59,8 +57,8 @@ class DecomposePrimitive(Primitive, name="decompose"):
             )
         if type(module).forward is not nn.Linear.forward and not is_deferring(module):
             raise ValueError(
-                f"{type(module).__name__} has a forward of its own, which would be lost; write "
-                "the module you want and use .replace()"
+                f"{type(module).__name__} has its own forward, which would be lost; write your own "
+                "module and use .replace()"
             )
         new = LinearWithSeparateBias.from_linear(module)
         copy_shards(module, new)
@@ -78,6 +76,6 @@ def _check_not_in_graph(sch: Node) -> None:
     for node in sch.ancestors():
         if isinstance(innermost(node.mod), fx.GraphModule):
             raise SlapoError(
-                f"{node.where} was traced with the layer as one call, in whose "
-                "graph nothing would change; decompose first, and trace then"
+                f"{node.where} was traced with the layer as one call, and its graph would not "
+                "change; decompose before tracing"
             )

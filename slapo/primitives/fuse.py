@@ -64,7 +64,7 @@ class FusePrimitive(Primitive, name="fuse"):
         if len(subgraphs.chains) != 1:
             raise ValueError(
                 f"one subgraph can be fused at a time, got {len(subgraphs.chains)}; fuse each of "
-                "them, or replace() them horizontally by a module of your own"
+                "them, or replace() them horizontally with a module of your own"
             )
         check_hooks(subgraphs, keeps_hooks=True, scripted=compiler == "TorchScript")
         rule = Fuse(subgraphs.gm, subgraphs.chains[0], compiler, name, subgraphs.picks[0])

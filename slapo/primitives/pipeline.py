@@ -53,7 +53,7 @@ class CutPipelineStagePrimitive(Primitive, name="cut_pipeline_stage"):
     def apply(sch: Node, /, call: int | None = None) -> Node:
         if sch.parent is None:
             raise ValueError(
-                "a stage cannot end after the whole model, where the last one ends already; cut "
+                "a stage cannot end after the whole model: the last stage ends there already; cut "
                 f"after one of {list(sch.child)[:3]}"
             )
         note = sch.metadata.primitives["cut_pipeline_stage"]
@@ -68,9 +68,9 @@ class CutPipelineStagePrimitive(Primitive, name="cut_pipeline_stage"):
         if not isinstance(parent, fx.GraphModule):
             raise SlapoError(
                 f"the parent, {above.where}, is not traced; call "
-                f"trace_until({sch.parent.path!r}) on the root first; with "
-                'tracer="huggingface" for a model of Transformers, or where Python decides by '
-                "values, and then with the example_inputs= of a call"
+                f"trace_until({sch.parent.path!r}) on the root first; pass "
+                'tracer="huggingface" for a Transformers model, or with example_inputs= '
+                "where Python branches on values"
             )
         if not _calls(parent, name):
             raise SlapoError(
@@ -81,7 +81,7 @@ class CutPipelineStagePrimitive(Primitive, name="cut_pipeline_stage"):
             # The parent itself may run several times, so the number of calls has no upper bound
             # here.
             if not isinstance(call, int) or isinstance(call, bool) or call < 0:
-                raise ValueError(f"call is {call!r}; pass the number of a call, from 0")
+                raise ValueError(f"call is {call!r}; pass the index of a call, from 0")
             note["calls"] = (*calls, call)
         note["enabled"] = True
         return sch

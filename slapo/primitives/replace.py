@@ -110,7 +110,7 @@ class ReplacePrimitive(Primitive, name="replace"):
         if target_ops is None:
             if name is not None or concrete_args is not None:
                 raise ValueError(
-                    "name and concrete_args need target_ops; pass what sch.find(...) returned too"
+                    "name and concrete_args need target_ops; pass the result of sch.find(...) too"
                 )
             replace_module(sch, check_module(new, "without target_ops, the replacement"))
             return sch
@@ -139,8 +139,8 @@ def replace_module(sch: Node, new: nn.Module) -> None:
     old = innermost(sch.mod)
     if new is sch.mod or new is old:
         raise ValueError(
-            f"the module is that {type(new).__name__} already; pass another one, or leave the "
-            "call out"
+            f"the module is already this {type(new).__name__}; pass another module, or leave "
+            "the call out"
         )
     _check_not_above(sch, new)
     check_called(sch)
@@ -149,9 +149,9 @@ def replace_module(sch: Node, new: nn.Module) -> None:
     dropped = dropped_values(new, old)
     if dropped:
         logger.warning(
-            '%s keeps its own values of %s, and those of sch["%s"] are gone; to take them over, '
-            "make the new module under slapo.init_empty_weights(), load its state_dict, or give "
-            "it weight_sources()",
+            '%s keeps its own values of %s, and those of sch["%s"] are lost; to keep them, create '
+            "the new module under slapo.init_empty_weights(), load the old state_dict, or define "
+            "weight_sources()",
             type(new).__name__,
             dropped[:3],
             sch.path,
@@ -189,8 +189,8 @@ def _check_not_above(sch: Node, new: nn.Module) -> None:
     for node in sch.ancestors():
         if id(innermost(node.mod)) in inside or id(node.mod) in inside:
             raise ValueError(
-                f"the new {type(new).__name__} contains {node.where}, of which it "
-                "would become a part; make a copy of what you need of it"
+                f"the new {type(new).__name__} contains {node.where}, which would contain "
+                "it in turn; use copies of the modules that you need"
             )
 
 
@@ -232,10 +232,10 @@ def _described(rule: Replace, bindings: Sequence[Mapping[str, Any]]) -> str:
     wanted = rule.callee.names
     named = [name for name in bindings[0] if name in wanted]
     left = [f"{name}={value}" for name, value in bindings[0].items() if name not in wanted]
-    how = "by order of first use"
+    how = "in order of first use"
     if bindings[0]:
         how = f"{', '.join(named)} by name" if named else "in the order of the pattern's arguments"
-    unknown = f"; no parameter is called as the pattern's {', '.join(left)}" if left else ""
+    unknown = f"; no parameter has the name of the pattern's {', '.join(left)}" if left else ""
     return f"{rule.callee.call(rule.plan.args, rule.plan.kwargs)}, {how}{unknown}"
 
 

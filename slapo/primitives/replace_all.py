@@ -61,12 +61,12 @@ class ReplaceAllPrimitive(Primitive, name="replace_all"):
         nodes = list(_outermost(sch, cls))
         if not nodes:
             present = sorted({type(innermost(n.mod)).__name__ for _, n in sch.named_schedules()})
-            raise ValueError(f"no submodule is a {cls.__name__}; there are {present}")
+            raise ValueError(f"no submodule is a {cls.__name__}; the classes are {present}")
         made = [
             check_module(
                 make_fn(n.path, innermost(n.mod), **kwargs),
-                "what make_fn returns",
-                "return the new one",
+                "the result of make_fn",
+                "return the new module",
             )
             for n in nodes
         ]

@@ -52,12 +52,12 @@ def perform(
     if state.built_for and state.depth == 0:
         raise SlapoError(
             f"{record.call()}: the model was built for target={state.built_for!r}, whose engine "
-            "holds its parameters as they are; apply primitives before slapo.build, or make the "
-            "model and the schedule again"
+            "already holds its parameters; apply primitives before slapo.build, or rebuild the "
+            "model and the schedule"
         )
     if state.built_for is not None and state.depth == 0:
         logger.warning(
-            "%s after slapo.build: nothing has checked it together with the rest; call "
+            "%s after slapo.build: it was not checked together with the rest; call "
             "slapo.build(sch) again",
             record.call(),
         )

@@ -90,7 +90,7 @@ def _one_of(name: str, value: Any, whole: Any, world_size: int) -> Any:
     if (value is _NONE) == (whole is None):
         raise TypeError(
             f"got {'neither' if whole is None else 'both'} of value and whole; pass the value of "
-            f"{name!r}, or as whole= a number of which every rank has its part"
+            f"{name!r}, or as whole= a number to divide over the ranks"
         )
     return value if whole is None else _part(name, whole, world_size)
 
@@ -102,8 +102,8 @@ def _part(name: str, whole: Any, world_size: int) -> Any:
         raise TypeError(f"whole is {whole!r}; pass an integer, or a tuple or a list of them")
     if whole % world_size:
         raise ValueError(
-            f"whole={whole} of {name!r} is not divisible by world_size {world_size}; pass a number "
-            "that is, or what this rank shall have as value"
+            f"whole={whole} of {name!r} is not divisible by world_size {world_size}; pass a "
+            "multiple of it, or pass this rank's value as value="
         )
     return whole // world_size
 
@@ -122,11 +122,13 @@ def check_attribute(module: nn.Module, name: str, value: Any) -> None:
             f"{name!r} of {kind} is, or would be, a tensor or a module; use replace or shard"
         )
     if callable(old) or not (plain or name in _class_constants(origin_of(module))):
-        raise TypeError(f"{name!r} of {kind} is {old!r}, not a plain attribute; set what it reads")
+        raise TypeError(
+            f"{name!r} of {kind} is {old!r}, not a plain attribute; set the attribute behind it"
+        )
     if isinstance(old, (bool, int, float, str, tuple, list)) and type(value) is not type(old):
         raise TypeError(
             f"{name!r} of {kind} is {old!r}, of type {type(old).__name__}, and {value!r} is of "
-            f"type {type(value).__name__}; pass one of the same type (sizes are divided by //)"
+            f"type {type(value).__name__}; pass a value of the same type (divide sizes with //)"
         )
 
 

@@ -139,7 +139,7 @@ def _confirms_tie(sch: Node, module: nn.Module, tensor_name: str, cut: Cut) -> b
             f"{tensor_name!r} is tied to {sorted(sch.state.ties.partners(name))} and was sharded "
             f"with it along axis {spec.axis} in blocks of {list(spec.blocks)}; it cannot be "
             f"sharded along axis {cut.axis} with blocks={cut.blocks} too; leave this call out, or "
-            "shard both alike"
+            "shard both the same way"
         )
     sch.state.followed.discard(name)
     sch.metadata.primitives["shard"][tensor_name] = spec
@@ -156,8 +156,8 @@ def _check_buffer(sch: Node, module: nn.Module, tensor_name: str) -> None:
         shared = [n for n, b in bare._buffers.items() if b is buffer and bare is not module]
         if shared and bare._buffers is not module._buffers:
             raise ValueError(
-                f"{path}.{shared[0]} is the same buffer, and would stay whole; give each of the "
-                "two modules its own before you shard one"
+                f"{path}.{shared[0]} is the same buffer, and would stay whole; give each module "
+                "its own buffer before you shard one"
             )
 
 

@@ -63,14 +63,14 @@ def parse(sch: Node, target_ops: Any, argument: str = "target_ops") -> Subgraphs
     gm = innermost(owner.mod)
     if not isinstance(gm, fx.GraphModule):
         raise ValueError(
-            f"{owner.where} is not traced, or not any more: what find() gives belongs to the node "
-            f"that it was called on; call find() again, on {spelled(sch.path)}"
+            f"{owner.where} is not traced (anymore): a result of find() belongs to the node that "
+            f"it was called on; call find() again on {spelled(sch.path)}"
         )
     chains = [sorted(dict.fromkeys(node for _, node in group)) for group in groups]
     for node in (node for chain in chains for node in chain):
         if node.graph is not gm.graph or node._erased:
             raise ValueError(
-                f"node {node.name!r} is not in the graph (any more); call find() again after a "
+                f"node {node.name!r} is not in the graph (anymore); call find() again after a "
                 "rewrite or trace"
             )
     picks = [_pick(group) for group in groups]
@@ -94,7 +94,7 @@ def _groups(sch: Node, target_ops: Any, argument: str) -> list[Any]:
         return [[target_ops]]
     if not isinstance(target_ops, (list, tuple)):
         raise TypeError(
-            f"{argument} must be what find() or find_node() returned, got "
+            f"{argument} must be a result of find() or find_node(), got "
             f"{type(target_ops).__name__}; pass {_as_search(sch, target_ops)}"
         )
     if not target_ops:
@@ -130,12 +130,12 @@ def check_hooks(subgraphs: Subgraphs, keeps_hooks: bool, scripted: bool = False)
                 raise RuntimeError(
                     f"hooks {lost} of {node.target!r} would be lost: only pre-forward and backward "
                     "hooks of the first module of a chain and post-forward hooks of the last can "
-                    "move to a module that takes its place; add hooks after the rewrite"
+                    "move to the module that replaces it; add hooks after the rewrite"
                 )
             if scripted and has_backward_hooks(module):
                 raise RuntimeError(
                     f"hooks ['bwd_post'] of {node.target!r} cannot move: a ScriptModule runs no "
-                    "backward hooks; use fuse(..., compiler=None) or a module that is not a script"
+                    "backward hooks; use fuse(..., compiler=None) or a module that is not scripted"
                 )
 
 

@@ -157,7 +157,7 @@ def _add_callable(
 ) -> None:
     if kwargs:
         raise TypeError(
-            f"a hook function takes no further arguments, got {sorted(kwargs)}; bind them by "
+            f"a hook function takes no further arguments, got {sorted(kwargs)}; bind them with "
             "functools.partial"
         )
     if str(getattr(function, "__module__", "")).startswith("torch.distributed"):
@@ -175,8 +175,8 @@ def _add_callable(
         if _sums_gradients(innermost(sch.mod)):
             raise ValueError(
                 "a function after sync('bwd_post', 'all_reduce') would see the gradient before it "
-                "is summed; put the function there first if it is to, or pass one function in "
-                "place of both, which sums by slapo.sharding.reduce_from_group(grad, sch.group)"
+                "is summed; add the function first if you want that, or pass one function instead "
+                "of both that calls slapo.sharding.reduce_from_group(grad, sch.group)"
             )
         sch.mod.register_full_backward_hook(function)
     _note(sch, KnownSync(mode, ""))
@@ -265,9 +265,9 @@ def _check_before_gradients(module: nn.Module, op: SyncOp) -> None:
     before = [sync.argument for sync in syncs_of(module) if sync.mode == "bwd_post" and sync.op]
     if any(not names or not op.argument or {*names} & {*op.argument} for names in before):
         raise ValueError(
-            f"fwd_pre {op.name}: bwd_post was called before it, and would sum the gradients of "
-            "what each rank had before that, of different slices; call fwd_pre first, and bwd_post "
-            "after it where the gradient is a part on each rank then"
+            f"fwd_pre {op.name}: the bwd_post before it would sum the gradients of the ranks' own "
+            "inputs, which are different slices; call fwd_pre first, and bwd_post after it if the "
+            "gradient is then partial on each rank"
         )
 
 

@@ -208,8 +208,8 @@ class TraceUntilPrimitive(Primitive, name="trace_until"):
     ) -> bool:
         if sch.parent is not None:
             raise ValueError(
-                f"trace_until traces from the root down; call it on the root, with {sch.path!r} "
-                "in front of the paths"
+                f"trace_until traces from the root down; call it on the root, with {sch.path!r} as "
+                "the prefix of the paths"
             )
         remember_inputs(sch, example_inputs)
         wanted = [paths] if isinstance(paths, str) else list(paths)
@@ -262,13 +262,13 @@ def _check_traceable(module: nn.Module) -> None:
     if isinstance(module, Traced):
         if trace_of(module).is_rewritten:
             raise _ClosedError(
-                "its graph was rewritten, and a new trace would not have the rewrites; trace it "
-                "once, as you need it"
+                "its graph was rewritten, and a new trace would lose the rewrites; trace it once, "
+                "with the options that you need"
             )
     elif isinstance(module, fx.GraphModule):
         raise _ClosedError("it is a graph already, made by torch.fx; find() works on it as it is")
     elif is_torch_leaf(module):
-        raise _ClosedError("it is a layer of torch, one call by itself; trace its parent")
+        raise _ClosedError("it is a torch layer, always a single call; trace its parent")
     elif is_sealed(module):
         raise _ClosedError(
             "it is marked traceable = False; trace its parent, or the modules below it"

@@ -22,9 +22,8 @@ def wrap(sch: Node, wrapper: ModuleWrapper) -> None:
     bare = innermost(sch.mod)
     if "mod" in bare._modules or "mod" in bare._parameters or "mod" in bare.__dict__:
         raise ValueError(
-            f"{type(bare).__name__} has an attribute 'mod', and so has what would be around it: "
-            "who reads it from outside would get the module itself; rename it, or apply this to "
-            "the modules within or around"
+            f"{type(bare).__name__} has an attribute 'mod', which the wrapper's own 'mod' would "
+            "hide from readers outside; rename it, or apply this to a module inside or around it"
         )
     move_hooks(sch.mod, wrapper)
     sch.set_module(wrapper)
@@ -37,8 +36,8 @@ def check_runs(sch: Node) -> None:
         return  # its class does not show its forward
     if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
         raise ValueError(
-            f"{type(module).__name__} has no forward, so that nothing would happen; name what is "
-            f"in it: {list(sch.child)[:4]}"
+            f"{type(module).__name__} has no forward, so nothing would happen; name one of its "
+            f"children: {list(sch.child)[:4]}"
         )
 
 
@@ -53,7 +52,7 @@ def check_called(sch: Node, tensor: str | None = None) -> None:
                 return  # graphs further up call this one, or a check has raised
             raise SlapoError(
                 f"{path!r} was inlined when {node.path or 'the root'} was traced, so its graph "
-                "does not call the module any more; change the module before tracing, name it in "
+                "no longer calls the module; change the module before tracing, name it in "
                 "leaf_modules, or use find() and the static form of the primitive"
             )
         path = f"{node.name}.{path}"
@@ -84,14 +83,14 @@ def check_own_tensor(sch: Node, name: str) -> None:
 
 
 def check_module(
-    value: object, what: str, remedy: str = "pass an object of a class of modules"
+    value: object, what: str, remedy: str = "pass an instance of a module class"
 ) -> nn.Module:
     """Return `value` if it is a module, else raise ``TypeError``."""
     if isinstance(value, Node):
         remedy = "pass its module, .mod"
     if isinstance(value, type) and issubclass(value, nn.Module):
         raise TypeError(
-            f"{what} must be an nn.Module, got the class {value.__name__}; pass an object of it, "
+            f"{what} must be an nn.Module, got the class {value.__name__}; pass an instance of it, "
             f"such as {value.__name__}(...)"
         )
     if not isinstance(value, nn.Module):

@@ -22,7 +22,7 @@ from slapo.weights.provenance import own_values
 _OF_TORCH = frozenset(vars(nn.Module()))
 _HOOKS = tuple(sorted(name for name in _OF_TORCH if "hook" in name and "_with_kwargs" not in name))
 _BY_A_FUNCTION = (
-    "have a function at the top level of a module make it: select(path).replace(make) or "
+    "create it in a top-level function of a module: select(path).replace(make) or "
     "replace_all(cls, make)"
 )
 
@@ -95,8 +95,8 @@ class ModuleSpec(Part):
             return ""
         given = ", ".join(f"{name}={describe(value)}" for name, value in self.kwargs.items())
         return (
-            f"a {self.text} that was changed after it was made, or keeps an argument under another "
-            f"name: {self.text}({given}) is not the same; {_BY_A_FUNCTION}"
+            f"a {self.text} that was changed after it was created, or stores an argument under "
+            f"another name: {self.text}({given}) is not the same; {_BY_A_FUNCTION}"
         )
 
 
@@ -124,8 +124,8 @@ def _is_empty(module: nn.Module, node: Node) -> bool:
     """Return whether a module has parameters, none of which has a value that would be lost."""
     for path, part in module.named_modules():
         if id(part) in node.state.nodes_of:
-            what = f"in it {path!r} stands" if path else "it stands"
-            raise _OpaqueError(f"{what} in the model already, and another one would not be that")
+            what = f"its {path!r} is" if path else "it is"
+            raise _OpaqueError(f"{what} in the model already, and a new one would not be the same")
     named = dict(module.named_parameters())
     if not named:
         return False
@@ -136,8 +136,8 @@ def _is_empty(module: nn.Module, node: Node) -> bool:
     own = own_values(module)
     if own:
         raise _OpaqueError(
-            f"its values of {own[:3]} are its own, and no part of the record",
-            "make it under slapo.init_empty_weights(), give it weight_sources(), or ",
+            f"its own values of {own[:3]} are not part of the record",
+            "create it under slapo.init_empty_weights(), define weight_sources(), or ",
         )
     return True
 
@@ -221,7 +221,7 @@ def _comparable(name: str, value: Any) -> str:
     named = import_path(value) if callable(value) else None
     if named is None:
         kind = type(value).__qualname__
-        raise _OpaqueError(f"it holds an object of {kind} as {name!r}, which nothing compares")
+        raise _OpaqueError(f"it holds an object of {kind} as {name!r}, which cannot be compared")
     return named.encode()
 
 

@@ -155,7 +155,7 @@ def _of_torch(name: str) -> Any:
 
 
 # --- functions and classes ------------------------------------------------------------------------
-_NAMED = "a function at the top level of a module that can be imported"
+_NAMED = "a top-level function of an importable module"
 
 
 @dataclass(frozen=True)
@@ -203,8 +203,8 @@ class Named(Part):
             return look_up(importlib.import_module(self.module), self.qualname)
         except (ImportError, AttributeError) as error:
             raise SlapoError(
-                f"{self.encode()} cannot be imported: {error}; put it back there, or write its new "
-                "place into the record"
+                f"{self.encode()} cannot be imported: {error}; restore it, or write its new "
+                "location into the record"
             ) from error
 
 
@@ -261,8 +261,8 @@ def check_package(named: Named, allow: Collection[str]) -> None:
     package = named.module.partition(".")[0]
     if named.is_read and package not in TRUSTED and package not in allow:
         raise SlapoError(
-            f"{named.encode()} is in the package {package!r}, and a record from a file may name "
-            f"{', '.join(TRUSTED)} alone: if you trust it, pass allow=[{package!r}]"
+            f"{named.encode()} is in the package {package!r}, but a record from a file may only "
+            f"name {', '.join(TRUSTED)}; if you trust it, pass allow=[{package!r}]"
         )
 
 
@@ -282,7 +282,7 @@ def check_value(named: Named, allow: Collection[str]) -> None:
         if not (fits or is_method or is_module):
             raise SlapoError(
                 f"{named.encode()} is a {type(value).__name__} of {home}; a record from a file may "
-                "name classes of modules and functions of tensors there, and nothing else"
+                "only name module classes and tensor functions there"
             )
 
 
@@ -321,15 +321,15 @@ def keep_callable(value: Any, keep: Callable[[Any], Any]) -> Part:
 def _why_unnamed(value: Any) -> str:
     name = str(getattr(value, "__qualname__", ""))
     if "<lambda>" in name:
-        return f"a lambda, which has no name to find it by; pass {_NAMED}"
+        return f"a lambda, which cannot be found by name; pass {_NAMED}"
     if "<locals>" in name:
-        return f"defined within a function, where no other code finds it; pass {_NAMED}"
+        return f"defined inside a function, where it cannot be imported; pass {_NAMED}"
     if isinstance(value, MethodType):
         owner = type(value.__self__).__name__
-        return f"a method of a {owner} that your program holds; pass {_NAMED}"
+        return f"a method of a {owner} object of your program; pass {_NAMED}"
     if name:
         where = f"{value.__module__}:{name}"
-        return f"not what can be imported as {where}; pass {_NAMED}"
+        return f"not the object that is imported as {where}; pass {_NAMED}"
     return f"an object of {type(value).__qualname__}; pass {_NAMED}, or a functools.partial of one"
 
 
@@ -374,9 +374,9 @@ class Values(Part):
 def keep_tensor(value: Tensor) -> Part:
     """Encode a small plain tensor by its values."""
     if type(value) is not Tensor or value.layout is not torch.strided or value.is_complex():
-        why = f"a {type(value).__name__} that no text holds; pass a plain tensor"
+        why = f"a {type(value).__name__}, which has no text form; pass a plain tensor"
         return Unnamed(describe(value), why)
     if value.numel() > MOST:
-        why = f"a tensor of {value.numel()} elements, and a record holds {MOST}; pass a smaller one"
+        why = f"a tensor of {value.numel()} elements, over the limit {MOST}; pass a smaller one"
         return Unnamed(describe(value), why)
     return Values(value.detach().clone(), value.device.type)

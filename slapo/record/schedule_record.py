@@ -163,7 +163,7 @@ class ScheduleRecord(Sequence[Record]):
             )
         if data.get("version") != VERSION:
             raise ValueError(
-                f"{path} has version {data.get('version')!r} of the format, and this library reads "
+                f"{path} has version {data.get('version')!r} of the format, but this library reads "
                 f"version {VERSION}; use the library that wrote it, or {_WRITE_ANEW}"
             )
         try:
@@ -174,7 +174,7 @@ class ScheduleRecord(Sequence[Record]):
         return cls(records, world_size, data.get("root", ""))
 
 
-_WRITE_ANEW = "write it again by sch.record.save(path)"
+_WRITE_ANEW = "write it again with sch.record.save(path)"
 
 
 def _described(error: Exception) -> str:
@@ -197,7 +197,7 @@ def _decoded(step: int, data: Mapping[str, Any], path: str | os.PathLike[str]) -
         given = {name: decode(value) for name, value in data["arguments"].items()}
         texts = [data[key] for key in ("path", "primitive", "location")]
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"path, primitive and location are {texts}, not texts")
+            raise ValueError(f"path, primitive and location are {texts}, not strings")
         name, primitive, location = texts
         positional, identity = data["positional"], data.get("identity", "")
         return Record(name, primitive, given, location, positional, identity)
@@ -264,7 +264,7 @@ def _difference(step: int, first: Record, other_step: int, second: Record) -> st
         for name in names
         if first.arguments.get(name) != second.arguments.get(name)
     ]
-    same_names = "a module or function of that name is another one in the second"
+    same_names = "a module or function of that name is a different one in the second"
     call = f"{spelled(first.path)}.{first.primitive}" if changes else first.call()
     return f"{where}: {call}: {'; '.join(changes) or same_names}"
 

@@ -18,8 +18,8 @@ from slapo.record.parts import Decode, Part, Unnamed, encode, revive
 from slapo.wrapper import innermost
 
 _BY_HAND = (
-    "nodes that were picked by hand, which no search finds again; pass what find() or find_node() "
-    "returned, with a pattern that can be imported"
+    "nodes that were picked by hand, which no search can find again; pass the result of find() or "
+    "find_node(), with an importable pattern"
 )
 _results: ContextVar[dict[Any, Any] | None] = ContextVar("slapo_replayed_searches", default=None)
 
@@ -85,17 +85,16 @@ class Found(Part):
         if len(found) != self.total:
             raise SlapoError(
                 f"{spelled(node.path)}.{self.verb}({describe(self.pattern)}) finds {len(found)} "
-                f"matches here, and found {self.total} when the record was made; replay on the "
-                "same model, traced in the same way, or write the record again by the program that "
-                "made it"
+                f"matches here, but found {self.total} when the record was made; replay on the "
+                "same model, traced in the same way, or make the record again"
             )
         return found[self.index]
 
     def _search(self, node: Node) -> Any:
         if not isinstance(innermost(node.mod), fx.GraphModule):
             raise SlapoError(
-                f"{spelled(node.path)} is not traced here, and {self.text} was found in a graph; "
-                "replay on the same model, by the whole record"
+                f"{spelled(node.path)} is not traced here, but {self.text} was found in a graph; "
+                "replay the whole record, on the same model"
             )
         return getattr(node, self.verb)(revive(self.pattern, node))
 

@@ -36,7 +36,7 @@ def _check_bias(path: str, module: nn.Module, state: Sharding) -> None:
     if "bias" in specs and "weight" in module._parameters and "weight" not in specs:
         raise SlapoError(
             f"{path!r}: its bias is sharded and its weight is whole; shard the weight along "
-            f'the axis of its outputs too: sch["{path}"].shard("weight", axis=...)'
+            f'its output axis too: sch["{path}"].shard("weight", axis=...)'
         )
     splits_output = output is not None and output.kind == "shard"
     if "weight" in specs and splits_output and has_bias(module) and "bias" not in specs:
@@ -54,11 +54,11 @@ def _check_unknown(path: str, module: nn.Module, state: Sharding) -> None:
     if known or not _reduces(state) or not wholes or not any(map(is_tensor_parallel, own.values())):
         return
     raise SlapoError(
-        f"{path!r}: nothing is known of {type(module).__name__}, whose output is reduced and whose "
-        f"{wholes} {'is' if len(wholes) == 1 else 'are'} whole: a bias would be added once per "
-        "rank. Say how the class reacts by slapo.sharding.register_shard_rule, or add the bias "
-        "behind the reduction, as slapo.op.LinearWithSyncFunc does. Other parameters see a part of "
-        f'its gradient on each rank: sch["{path}"].annotate({wholes[0]!r}, "partial_grad", True)'
+        f"{path!r}: no shard rule covers {type(module).__name__}, whose output is reduced and "
+        f"whose {wholes} {'is' if len(wholes) == 1 else 'are'} whole: a bias would be added once "
+        "per rank. Describe the class with slapo.sharding.register_shard_rule, or add the bias "
+        "after the reduction, as slapo.op.LinearWithSyncFunc does. Other parameters get a partial "
+        f'gradient on each rank: sch["{path}"].annotate({wholes[0]!r}, "partial_grad", True)'
     )
 
 
@@ -69,16 +69,16 @@ def _check_sums(path: str, module: nn.Module, state: Sharding) -> None:
         return
     if _reduces(state) and not state.specs:
         raise SlapoError(
-            f"{path!r}: fwd_post sums its output over the ranks, and no parameter in it is "
-            "sharded: each rank has the whole, which would be counted once per rank; leave "
-            "the sync out, or shard what is in it"
+            f"{path!r}: fwd_post sums its output over the ranks, but no parameter in it is "
+            "sharded: the full output would be counted once per rank; leave the sync out, or "
+            "shard its parameters"
         )
     sums = any(sync.mode == "bwd_post" and sync.op for sync in state.syncs)
     if sums and not all(has_partial_grad(p) for p in params if p.requires_grad):
         raise SlapoError(
-            f"{path!r}: bwd_post sums the gradient of its inputs over the ranks, and no parameter "
-            "in it is sharded: each rank has the whole gradient, which would be counted once per "
-            "rank; leave the sync out, or put it on the modules that are sharded"
+            f"{path!r}: bwd_post sums the gradient of its inputs over the ranks, but no parameter "
+            "in it is sharded: the full gradient would be counted once per rank; leave the sync "
+            "out, or put it on the modules that are sharded"
         )
 
 
@@ -96,9 +96,9 @@ def _check_gathered_input(path: str, module: nn.Module, state: Sharding) -> None
     sums = any(sync.mode == "bwd_post" for sync in state.syncs)
     if gathers and state.layout.input.kind == "replicate" and not sums:
         raise SlapoError(
-            f"{path!r}: {gathers[0].op!r} gives it the whole input, of which it sends back a part "
-            "of the gradient on each rank, and only slices that; write "
-            f'sync("fwd_pre", "all_gather", axis=...), which sums, or add sch["{path}"]'
+            f"{path!r}: {gathers[0].op!r} gathers its input, but only slices the gradient, which "
+            "is partial on each rank; write "
+            f'sync("fwd_pre", "all_gather", axis=...), which sums it, or add sch["{path}"]'
             '.sync("bwd_post", "all_reduce") after it'
         )
 
@@ -108,8 +108,8 @@ def _check_vocabulary(path: str, outer: nn.Module, state: Sharding) -> None:
     by_hand = outer._forward_pre_hooks and outer._forward_hooks
     if state.layout.vocabulary and not (is_masked(innermost(outer)) or by_hand):
         raise SlapoError(
-            f"{path!r}: its rows are spread over the ranks, and nothing masks the tokens of "
-            f'others; add sch["{path}"].sync("fwd_post", "all_reduce")'
+            f"{path!r}: its rows are sharded, but nothing masks the tokens of other ranks; "
+            f'add sch["{path}"].sync("fwd_post", "all_reduce")'
         )
 
 

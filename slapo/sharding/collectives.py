@@ -162,9 +162,9 @@ def all_gather(
         own = share_of(total, group_rank(group), ranks)[1]
         if tensor.shape[axis] != own:
             raise ValueError(
-                f"all_gather: rank {group_rank(group)} of {ranks} has {own} of {total}, and the "
+                f"all_gather: rank {group_rank(group)} of {ranks} has {own} of {total}, but the "
                 f"tensor of shape {tuple(tensor.shape)} has {tensor.shape[axis]} along axis "
-                f"{axis}; pass the slice that torch.chunk cuts for it"
+                f"{axis}; pass this rank's slice from torch.chunk"
             )
     if ranks == 1:
         return tensor

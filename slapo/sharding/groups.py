@@ -83,8 +83,8 @@ def _unpickled(ranks: tuple[int, ...] | None) -> GroupHandle:
 def _find_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     if not _initialized():
         raise SlapoError(
-            f"this is sharded over the ranks {list(ranks)}, and torch.distributed is not "
-            "initialized, or not any more; start it on so many processes first"
+            f"this is sharded over the ranks {list(ranks)}, but torch.distributed is not "
+            "initialized (anymore); initialize it on that many processes first"
         )
     world = dist.group.WORLD
     if world is not None and tuple(dist.get_process_group_ranks(world)) == ranks:
@@ -92,7 +92,7 @@ def _find_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     if ranks not in _groups:
         raise SlapoError(
             f"this is sharded over the ranks {list(ranks)}, for which this process has no group; "
-            "call slapo.init_mesh as the job that made it did"
+            "call slapo.init_mesh with the sizes of the original job"
         )
     return _groups[ranks]
 

@@ -24,16 +24,15 @@ from slapo.wrapper import innermost
 
 def _save_pretrained(*args: Any, **kwargs: Any) -> None:
     raise SlapoError(
-        "save_pretrained would write this rank's slices of a model that is sharded over several; "
-        "build the schedule first, and call slapo.save_pretrained(what build returned, folder) on "
-        "every rank"
+        "save_pretrained would write only this rank's slices of a sharded model; build the "
+        "schedule first, and call slapo.save_pretrained(built_model, folder) on every rank"
     )
 
 
 def _resize_token_embeddings(*args: Any, **kwargs: Any) -> None:
     raise SlapoError(
-        "resize_token_embeddings would take this rank's slice of the vocabulary for the whole of "
-        "it; resize the model before slapo.create_schedule"
+        "resize_token_embeddings would mistake this rank's slice of the vocabulary for the whole; "
+        "resize the model before slapo.create_schedule"
     )
 
 
@@ -62,10 +61,10 @@ def refuse_clipping() -> None:
         part = next((p for p in given if getattr(p, "orig_shape", p.shape) != p.shape), None)
         if part is not None:
             raise SlapoError(
-                "torch.nn.utils.clip_grad_norm_ has taken the norm of this rank's slices, such as "
-                f"{tuple(part.shape)} of {tuple(part.orig_shape)}, which is another one on each "
-                "rank; no gradient was changed: call slapo.clip_grad_norm_(model, max_norm), which "
-                "takes that of the whole model"
+                "torch.nn.utils.clip_grad_norm_ computed the norm of this rank's slices, such as "
+                f"{tuple(part.shape)} of {tuple(part.orig_shape)}, which differs between ranks; "
+                "no gradient was changed: call slapo.clip_grad_norm_(model, max_norm), which uses "
+                "the norm of the whole model"
             )
         clip(given, *args, **kwargs)
 
@@ -110,9 +109,9 @@ class WrapperGuard:
         both = common_ranks(self.group, ranks)
         if both:
             raise SlapoError(
-                f"FSDP splits parameters over the ranks {both}, over which this model is sharded "
-                "already, and would gather each from slices of different ones; make the model and "
-                "the schedule again, and pass FSDP the data-parallel ranks, such as "
+                f"FSDP would shard parameters over the ranks {both}, over which this model is "
+                "already sharded, and gather each from slices of different ones; rebuild the model "
+                "and the schedule, and pass FSDP the data-parallel ranks, such as "
                 "fully_shard(model, mesh=mesh['dp']), or let slapo.build(sch, target='torch', "
                 "mesh=mesh, data_parallel='fsdp') do it"
             )
@@ -187,10 +186,9 @@ def _refuse_lost_sums(module: Any) -> None:
         spec = state.specs.get(name)
         held_twice = spec is not None and spec.copies > 1
         if held_twice or any(state.tags.get(name, {}).get(key) for key in PARTIAL_GRAD):
-            why = "of which ranks hold the same part" if held_twice else "annotated as partial_grad"
+            why = "a slice that several ranks hold" if held_twice else "annotated as partial_grad"
             raise SlapoError(
-                f"FSDP has made new parameters, and the gradient of {type(owner).__name__}'s "
-                f"{name!r}, {why}, would not be summed over the ranks of the schedule; let "
-                "slapo.build(sch, target='torch', mesh=mesh, data_parallel='fsdp') shard it, which "
-                "sums them"
+                f"FSDP has created new parameters, and the gradient of {type(owner).__name__}'s "
+                f"{name!r}, {why}, would not be summed over the ranks of the schedule; use "
+                "slapo.build(sch, target='torch', mesh=mesh, data_parallel='fsdp'), which sums it"
             )

@@ -31,8 +31,9 @@ def sizes_kept(module: nn.Module, path: str, records: Sequence[Record], world_si
     uneven = [f"{name}={n}" for name, n in heads if type(n) is int and n % world_size]
     if uneven:
         return (
-            f"\nit holds shards, and {uneven[0]} cannot be split over {world_size} ranks by whole "
-            "heads; use a number of ranks that divides it, or keep its projections whole"
+            f"\nit holds shards, and {uneven[0]} cannot be split into whole heads over "
+            f"{world_size} ranks; use a number of ranks that divides it, or keep its projections "
+            "whole"
         )
     numbers = [
         f"{name}={value}"
@@ -43,6 +44,6 @@ def sizes_kept(module: nn.Module, path: str, records: Sequence[Record], world_si
     if not numbers:
         return ""
     return (
-        f"\nit holds shards, and keeps {', '.join(numbers)}: give those that count the whole this "
-        f'rank\'s share, as by sch["{path}"].set(name, whole=...), and leave each rank whole heads'
+        f"\nit holds shards, but keeps {', '.join(numbers)}: set full sizes to this rank's share, "
+        f'as by sch["{path}"].set(name, whole=...), with whole heads on each rank'
     )

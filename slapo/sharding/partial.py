@@ -175,9 +175,8 @@ def check_deferrable(module: nn.Module) -> None:
     """Raise for a class with a bias whose forward is unknown."""
     if has_bias(module) and not is_deferring(module) and _known_product(type(module)) is None:
         raise ValueError(
-            f"{type(module).__name__} adds a bias to what would be a partial sum, once per rank, "
-            "and its forward is its own; replace it by slapo.op.LinearWithSyncFunc or give it "
-            "a module without bias"
+            f"{type(module).__name__} would add its bias to a partial sum, once per rank, and has "
+            "its own forward; replace it with slapo.op.LinearWithSyncFunc or a module without bias"
         )
 
 

@@ -113,22 +113,22 @@ def _per_channel(size: str, axis: int | None, divides: tuple[str, ...] = ()) -> 
 
 def _normalizes_over_axis(module: nn.Module, tensor: str, axis: int) -> Effect:
     raise ValueError(
-        f"{type(module).__name__} normalizes over the axis that its {tensor!r} is along: a slice "
-        "would be normalized by itself and change the result; keep it whole"
+        f"{type(module).__name__} normalizes over the axis of its {tensor!r}: normalizing a slice "
+        "alone would change the result; keep it whole"
     )
 
 
 def _splits_heads_itself(module: nn.Module, tensor: str, axis: int) -> Effect:
     raise ValueError(
-        f"{type(module).__name__} takes its weights apart by sizes of the whole; replace it by a "
-        "module with separate projections to shard those"
+        f"{type(module).__name__} splits its weights by full sizes; replace it with a module that "
+        "has separate projections, and shard those"
     )
 
 
 def _holds_flat_weights(module: nn.Module, tensor: str, axis: int) -> Effect:
     raise ValueError(
         f"{type(module).__name__} computes with a list of its weights, which a slice of {tensor!r} "
-        "would not reach; replace it by cells of your own and shard those"
+        "would not reach; replace it with your own cells and shard those"
     )
 
 

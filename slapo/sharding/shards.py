@@ -78,10 +78,10 @@ class ShardPlan:
         self._check_blocks()
         if present.output is not None and wanted.output not in (None, present.output):
             raise ValueError(
-                f"sharding {self.name!r} along axis {self.spec.axis} would leave the output "
+                f"sharding {self.name!r} along axis {self.spec.axis} would make the output "
                 f"{wanted.output}, but {', '.join(shards_of(module))} is sharded so that it is "
-                f"{present.output}; keep {self.name!r} whole, or shard the other along the axis "
-                "that fits"
+                f"{present.output}; keep {self.name!r} whole, or shard the other along the "
+                "matching axis"
             )
         last = replace(self.spec, rank=self.spec.world_size - 1)
         if self.effect.means_all and last.local_shape.numel() == 1 < self.spec.world_size:

@@ -134,10 +134,10 @@ def _named(caller: Any, module: str) -> bool:
 def _refuse_whole(part: Any) -> None:
     """Raise for a slice saved as the full tensor, as by PEFT's ``save_pretrained``."""
     raise SlapoError(
-        f"a tensor of shape {tuple(part.shape)} is this rank's part of one of shape "
-        f"{tuple(part._whole)}, and a file of safetensors would have it for the whole; call "
-        "slapo.save_pretrained(model, folder) on every rank, with what build returned, or pass "
-        "tensor.as_subclass(torch.Tensor) for a file of each rank"
+        f"a tensor of shape {tuple(part.shape)} is this rank's slice of one of shape "
+        f"{tuple(part._whole)}, but a safetensors file would store it as the whole; call "
+        "slapo.save_pretrained(built_model, folder) on every rank, or pass "
+        "tensor.as_subclass(torch.Tensor) for one file per rank"
     )
 
 

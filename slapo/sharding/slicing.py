@@ -128,7 +128,7 @@ def make_spec(shape: torch.Size, cut: Cut, rank: int, world_size: int) -> ShardS
         kind = "size" if len(sizes) == 1 else "block size"
         raise ValueError(
             f"{kind} {bad[0]} is not divisible by world_size {world_size}; pick a group whose size "
-            "divides it, or pass uneven=True, as for a vocabulary: the last rank has less then"
+            "divides it, or pass uneven=True, as for a vocabulary: the last rank gets less"
         )
     return ShardSpec(axis, shape, sizes, rank, world_size, copies)
 
@@ -140,12 +140,12 @@ def _copies(blocks: tuple[int, ...], parts: int, world_size: int) -> int:
     bad = [size for size in blocks if size % parts]
     if bad:
         raise ValueError(
-            f"size {bad[0]} has no {parts} equal parts; pass the number of heads that are there"
+            f"size {bad[0]} has no {parts} equal parts; pass the actual number of heads"
         )
     if max(parts, world_size) % min(parts, world_size):
         raise ValueError(
-            f"{parts} parts cannot be held alike by {world_size} ranks; pick a group whose size "
-            f"divides {parts}, or is a multiple of it"
+            f"{parts} parts cannot be spread evenly over {world_size} ranks; pick a group whose "
+            f"size divides {parts}, or is a multiple of it"
         )
     return max(1, world_size // parts)
 
@@ -154,13 +154,13 @@ def _check_uneven(blocks: tuple[int, ...], world_size: int) -> None:
     """Raise unless every rank gets a part, and the same share of each block."""
     if len(set(blocks)) > 1:
         raise ValueError(
-            f"blocks of sizes {list(blocks)} cannot be sharded unevenly over {world_size} "
-            "ranks, as each had another share of every block; pick a group whose size divides them"
+            f"blocks of sizes {list(blocks)} cannot be sharded unevenly over {world_size} ranks, "
+            "as a rank's shares of them would differ; pick a group whose size divides them"
         )
     if not share_of(blocks[0], world_size - 1, world_size)[1]:
         longest = share_of(blocks[0], 0, world_size)[1]
         raise ValueError(
-            f"size {blocks[0]} in parts of {longest} leaves none for the last of {world_size} "
+            f"size {blocks[0]} in parts of {longest} leaves nothing for the last of {world_size} "
             "ranks; pick a smaller group, or keep the tensor whole"
         )
 

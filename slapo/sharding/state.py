@@ -176,8 +176,8 @@ def _check_replicas(model: nn.Module, group: dist.ProcessGroup | None, mesh: Any
     both = next((b for s in states if s and (b := common_ranks(s.group, ranks))), None)
     if both:
         raise SlapoError(
-            f"DistributedDataParallel takes the ranks {both} for replicas, over which this model "
-            "is sharded, and would give all of them the slices of the first; pass it the "
+            f"DistributedDataParallel would treat the ranks {both} as replicas, but this model is "
+            "sharded over them, and all would get the slices of the first; pass it the "
             "process_group of the data-parallel ranks, such as mesh.get_group('dp'), or let "
             "slapo.build(sch, target='torch', mesh=mesh) do it"
         )

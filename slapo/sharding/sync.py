@@ -212,8 +212,8 @@ def check_sync(layout: Layout, mode: str, op: str, axis: int | None) -> None:
         _check_output(layout.output, op, axis)
     elif mode == "bwd_post" and layout.input is not None and layout.input.kind == "shard":
         raise ValueError(
-            f"bwd_post {op}: the module's input is {layout.input}, so is its gradient, which is "
-            "already complete; bwd_post belongs to the module whose input is whole"
+            f"bwd_post {op}: the module's input is {layout.input}, and so is its gradient, which "
+            "is already complete; put bwd_post on the module whose input is whole"
         )
     elif mode == "fwd_pre" and layout.input is not None:
         _check_input(layout.input, op, axis)
@@ -224,13 +224,13 @@ def _check_output(output: Placement, op: str, axis: int | None) -> None:
         raise ValueError(f"fwd_post {op}: the module's output is {output}{_remedy(output, op)}")
     if output.kind == "shard" and output.blocks > 1:
         raise ValueError(
-            f"fwd_post {op}: the module's output is {output}, and a gather would put the ranks' "
-            "parts one after the other; gather each block by itself, or keep what follows sharded"
+            f"fwd_post {op}: the module's output is {output}, and a gather would concatenate the "
+            "ranks' parts; gather each block separately, or keep the next modules sharded"
         )
     if output.copies > 1:
         raise ValueError(
             f"fwd_post {op}: the module's output is {output}, which no collective of the group "
-            "puts together; let what follows read its part, or keep the weight whole"
+            "can gather; let the next module read its part, or keep the weight whole"
         )
     if output.total is not None and op != "all_gather":
         raise ValueError(
@@ -262,8 +262,8 @@ def _check_input(expected: Placement, op: str, axis: int | None) -> None:
         _check_reshard(op, op[-2:], expected, "input")
     elif expected.kind == "shard" and op == "all_gather" and axis == expected.axis:
         raise ValueError(
-            f"fwd_pre {op}: the module expects its input {expected}; gathering along axis {axis} "
-            "gives it the whole; leave the sync out"
+            f"fwd_pre {op}: the module expects its input {expected}, but gathering along axis "
+            f"{axis} makes it whole; leave the sync out"
         )
 
 
@@ -277,8 +277,8 @@ def _check_reshard(op: str, letters: str, placement: Placement, side: str) -> No
     if needed is None or letters == needed or (needed == "RR" and letters == "SR"):
         return
     raise ValueError(
-        f"{op}: the module's {side} is {placement}, which reads {needed!r}, not {letters!r}; "
-        f"write {needed!r} there"
+        f"{op}: the module's {side} is {placement}, which is {needed!r} in a reshard, not "
+        f"{letters!r}; write {needed!r} there"
     )
 
 

@@ -82,8 +82,7 @@ class OutputHook(SyncHook):
                     return _rebuilt(output, new)
         raise TypeError(
             f"sync on {type(module).__name__}: the output is a {type(output).__name__} without a "
-            "tensor that could be mapped; put the sync on the module that makes the tensor, or "
-            "pass a hook function"
+            "tensor; put the sync on the module that creates the tensor, or pass a hook function"
         )
 
 

@@ -19,7 +19,9 @@ def resolve_group(
     """Process group for `group` or ``mesh["tp"]``; None for a world of one."""
     if mesh is not None:
         if group is not None:
-            raise TypeError("create_schedule: mesh has the group; leave one of mesh and group out")
+            raise TypeError(
+                "create_schedule: mesh includes the group; pass only one of mesh and group"
+            )
         if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names is None:
             raise TypeError(
                 f"create_schedule: mesh is {mesh!r}; pass slapo.init_mesh(pp=, dp=, tp=), or a "
@@ -63,7 +65,7 @@ def _warn_if_alone() -> None:
     if "RANK" in os.environ and world_size.isdigit() and int(world_size) > 1:
         warn_caller(
             f"create_schedule: this is process {os.environ['RANK']} of {world_size} (RANK and "
-            "WORLD_SIZE are set), but torch.distributed is not initialized: the schedule is for "
-            "one process alone. Call slapo.init_mesh or torch.distributed.init_process_group first "
-            "for one of all"
+            "WORLD_SIZE are set), but torch.distributed is not initialized: the schedule covers "
+            "this process only. Call slapo.init_mesh or torch.distributed.init_process_group first "
+            "to cover all"
         )

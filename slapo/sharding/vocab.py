@@ -170,15 +170,15 @@ def check_maskable(table: nn.Module, outer: nn.Module | None = None) -> None:
     if unknown and not masks_itself(table):
         name = getattr(unknown[0], "__name__", type(unknown[0]).__name__)
         raise ValueError(
-            f"the pre-forward hook {name!r} stands before the table, and may turn tokens into rows "
-            "of this rank, or not: if it does, give it to sync('fwd_pre', function) in place of "
+            f"the pre-forward hook {name!r} runs before the table, and may or may not turn tokens "
+            "into rows of this rank: if it does, pass it to sync('fwd_pre', function) instead of "
             "register_forward_pre_hook; if not, register it after this call"
         )
     if type(table).forward is not nn.Embedding.forward:
         raise ValueError(
-            f"{type(table).__name__} has a forward of its own, which may shift or scale what it "
-            "looks up; mask its tokens by hook functions of your own (sync with 'fwd_pre' and "
-            "'fwd_post'), or shard axis 1"
+            f"{type(table).__name__} has its own forward, which may shift or scale its rows; mask "
+            "its tokens with your own hook functions (sync with 'fwd_pre' and 'fwd_post'), or "
+            "shard axis 1"
         )
 
 

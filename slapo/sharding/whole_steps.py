@@ -53,8 +53,8 @@ def reach_of_steps(optimizer: Optimizer) -> dict[Parameter, int]:
             except Exception as error:
                 reach = ELEMENT
                 logger.warning(
-                    "%s could not be tried on small tensors (%s: %s); its steps are taken to treat "
-                    "each element by itself, as slices need it",
+                    "%s could not be tested on small tensors (%s: %s); its steps are assumed to be "
+                    "elementwise, as slices require",
                     type(stepper).__name__,
                     type(error).__name__,
                     error,
@@ -174,9 +174,9 @@ def error_of_coupled_steps(optimizer: Optimizer) -> SlapoError:
     """Error for an optimizer whose steps couple tensors of different ranks."""
     return on_every_rank(
         SlapoError(
-            f"{type(optimizer).__name__} computes the step of a tensor from other tensors too, of "
-            "which each rank has only some here; pass an optimizer that steps on each tensor by "
-            'itself, or keep tensors whole: tp=1, pp=1, data_parallel="fsdp"'
+            f"{type(optimizer).__name__} computes the step of a tensor from other tensors too, but "
+            "each rank has only some of them; pass an optimizer that steps on each tensor "
+            'separately, or keep tensors whole: tp=1, pp=1, data_parallel="fsdp"'
         )
     )
 
@@ -204,7 +204,7 @@ def step_on_wholes(
     optimizer.register_step_pre_hook(steps.gather)
     optimizer.register_step_post_hook(steps.scatter)
     logger.info(
-        "%s computes from whole tensors: for each step, each of %d tensors is gathered on one of "
+        "%s needs whole tensors: for each step, each of %d tensors is gathered on one of "
         "%d ranks, which holds its state",
         type(optimizer).__name__,
         len(held),
@@ -267,8 +267,8 @@ class _WholeSteps:
         """Pre-step hook: gather parameters and gradients on their owners."""
         if len(args) > 1 or kwargs.get("closure") is not None:
             raise SlapoError(
-                f"{type(optimizer).__name__}.step() got a closure, which steps on whole tensors of "
-                "a model split over ranks cannot take; compute the gradients before step()"
+                f"{type(optimizer).__name__}.step() got a closure, which cannot run while the step "
+                "gathers the tensors of a sharded model; compute the gradients before step()"
             )
         present = torch.tensor([int(t.part.grad is not None) for t in self._tensors])
         group = self._handle.group

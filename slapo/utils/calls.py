@@ -33,7 +33,7 @@ def check_takes(
     except TypeError:
         given = ", ".join((*names, *(f"{name}=" for name in kwargs)))
         raise TypeError(
-            f"{what} is called with ({given}), and {describe(function)} takes {signature}; pass a "
+            f"{what} is called with ({given}), but {describe(function)} takes {signature}; pass a "
             "function that takes these"
         ) from None
 
@@ -42,7 +42,7 @@ def refuse_batch(module: Any, args: Sequence[Any]) -> None:
     """Refuse a batch of inputs and targets instead of the inputs of a Transformers model."""
     if args and isinstance(args[0], Mapping) and hasattr(module, "main_input_name"):
         raise TypeError(
-            f"example_inputs begins with a {type(args[0]).__name__} of {list(args[0])}, where "
+            f"example_inputs begins with a {type(args[0]).__name__} of {list(args[0])}, but "
             f"{type(module).__name__} takes {module.main_input_name}; pass the inputs alone, "
             "batch[0] of a batch (inputs, targets)"
         )

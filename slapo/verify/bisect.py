@@ -47,9 +47,9 @@ class Blame:
         return {
             "surplus": f"the schedule is right without {shown}",
             "missing": f"the schedule is right with {self.call} after {shown}",
-            "different": f"the schedule is right with {self.call} in place of {shown}",
-            "beside": f"wrong by what the function does beside primitives: {self.error}",
-            "since": f"the schedule is never right again from {shown} on: {self.error}",
+            "different": f"the schedule is right with {self.call} instead of {shown}",
+            "beside": f"the schedule is wrong due to code other than primitives: {self.error}",
+            "since": f"the schedule is wrong from {shown} on: {self.error}",
         }[self.kind]
 
 
@@ -167,7 +167,7 @@ class _Search:
             self.schedule = lambda sch: None
             alone = self.judge(_Edit())
             if alone is not None:
-                raise SlapoError(f"bisect: the model is refused before it is scheduled: {alone}")
+                raise SlapoError(f"bisect: the model fails before it is scheduled: {alone}")
             return Blame("beside", None, "", error)
         for edit in self._explanations(applied, error):
             if self.judge(edit) is None:

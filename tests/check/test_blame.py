@@ -90,7 +90,7 @@ def test_a_hook_of_the_function_itself() -> None:
     with fake_world():
         blame, _ = applied("gpt2", "summed_twice")
     assert blame.kind == "beside"
-    assert "beside primitives" in str(blame)
+    assert "code other than primitives" in str(blame)
 
 
 def make_stack() -> nn.Module:

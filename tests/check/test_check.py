@@ -520,10 +520,10 @@ def test_uneven_shares(world_size: int, rank: int) -> None:
         check(split(), tokens)
         error = refused(split(total=None), tokens)
         assert (error.path, error.suspect) == ("out", "out")
-        assert "of 21 in all, it gets total=None; pass total=21" in str(error)
+        assert "its slices are uneven, 21 in all, but total=None; pass total=21" in str(error)
         assert refused(split("up"), tokens).suspect == "up"
         assert refused(split("out"), tokens).suspect == "out"
-        with pytest.raises(slapo.SlapoError, match="nothing masks the tokens of others"):
+        with pytest.raises(slapo.SlapoError, match="nothing masks the tokens of other ranks"):
             check(split("table"), tokens)
 
 
@@ -747,7 +747,9 @@ def test_outputs_are_opened(two_ranks: None) -> None:
     sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     assert "bwd_post" in str(refused(sch))
     sch = split(slapo.create_schedule(Wrapped(Boxed)))
-    with pytest.raises(slapo.SlapoError, match="a Boxed, holds no tensor that could be followed"):
+    with pytest.raises(
+        slapo.SlapoError, match="a Boxed, holds no tensor to start the backward pass from"
+    ):
         check(sch, X)
     check(sch, X, lambda output: output.value.sum())
 

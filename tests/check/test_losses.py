@@ -120,7 +120,7 @@ def of_other_dimensions(model: Model, x: Tensor, labels: Tensor) -> Tensor:
     [
         (without_group, "no group is given for the rest"),
         (from_elsewhere, "begins at"),
-        (of_other_dimensions, "to be sliced along dimension 2"),
+        (of_other_dimensions, "must be sliced along dimension 2"),
     ],
 )
 def test_slices_of_logits_that_are_taken_for_others(vocab: int, loss: Loss, said: str) -> None:

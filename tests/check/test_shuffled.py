@@ -103,7 +103,9 @@ def test_what_is_computed_by_rows_passes(ranks: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", BY_ORDER)
 def test_what_needs_their_order_is_refused(ranks: int, name: str) -> None:
-    with pytest.raises(PlacementError, match="one rank after the other"):
+    with pytest.raises(
+        PlacementError, match="in the ranks' order, but it needs the order of one process"
+    ):
         check(rows(BY_ORDER[name], F.gelu), X)
 
 
@@ -151,7 +153,9 @@ def test_an_output_in_another_order_is_refused(ranks: int) -> None:
     sch["end"].sync("fwd_post", "all_gather", axis=0, tensor_parallel_output_grad=False)
     for name in ("weight", "bias"):
         sch["end"].annotate(name, "partial_grad", True)
-    with pytest.raises(PlacementError, match="one rank after the other"):
+    with pytest.raises(
+        PlacementError, match="in the ranks' order, but it needs the order of one process"
+    ):
         check(sch, (X, torch.randint(0, 5, (BATCH, LENGTH))))
 
 

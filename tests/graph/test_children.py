@@ -253,7 +253,7 @@ def test_a_data_dependent_result_that_is_not_like_the_input_fails_at_the_call() 
 def test_a_leaf_that_returns_other_structures_in_two_calls_is_refused() -> None:
     child = Child(lambda s, x, several: (x, x) if several else x)
     module = make(lambda s, x: s.child(x, True)[0] + s.child(x, False), child=child)
-    with pytest.warns(UserWarning, match="'child' returns a result of another structure"):
+    with pytest.warns(UserWarning, match="'child' returns results of different structure"):
         assert not slapo.create_schedule(module).trace(
             tracer="huggingface", recursive=False, example_inputs=torch.rand(2, 3)
         )

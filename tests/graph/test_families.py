@@ -281,7 +281,7 @@ def test_checkpointed_layers_of_transformers_are_leaves_or_refused() -> None:
     plain = copy.deepcopy(model)
     checkpoint_layers(model)
     sch = slapo.create_schedule(model)
-    with pytest.warns(UserWarning, match="switch it off in the model"):
+    with pytest.warns(UserWarning, match="turn it off in the model"):
         assert not sch.trace(tracer="huggingface", flatten=True)
     assert sch.trace(tracer="huggingface", recursive=False)
     rewrite(model, Nothing())

@@ -207,8 +207,8 @@ def test_a_rule_without_a_place_is_refused_and_the_graph_stays() -> None:
         graph = Leaves().trace(Sometimes(acts))
         before = str(graph)
         message = (
-            rf"the replacement by function tanh at .*test_rules.py:\d+ has no place .*are there "
-            rf"{acts} times, and 2 times in the graph that is shown"
+            rf"the replacement by function tanh at .*test_rules.py:\d+ cannot be applied .*"
+            rf"its search has {acts} matches there, and 2 in the graph that is shown"
         )
         with pytest.raises(TraceError, match=message):
             rules_of(gm)[0].apply(View(gm, graph, is_shown=False))
@@ -229,7 +229,7 @@ def test_a_rule_that_may_not_be_done_is_refused() -> None:
 
     gm = traced(Writes(False))
     replace(gm, find(gm, lambda a, b: (a * b).relu()), lambda a, b: (a * b).relu())
-    with pytest.raises(TraceError, match=r"has no place.*'mul' would move past 'add_'"):
+    with pytest.raises(TraceError, match=r"cannot be applied.*'mul' would move past 'add_'"):
         later(gm, Writes(True))
 
 
@@ -264,7 +264,7 @@ def test_nodes_that_other_matches_would_overlap(place: int) -> None:
     carry_out(gm, Replace(gm, [chain], torch.cos))
     graph, _ = later(gm, Sines())
     assert str(graph) == str(gm.graph)
-    with pytest.raises(TraceError, match="2 times, and 3 times in the graph that is shown"):
+    with pytest.raises(TraceError, match="2 matches there, and 3 in the graph that is shown"):
         later(gm, Sines(3))
 
 

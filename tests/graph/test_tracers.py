@@ -200,7 +200,7 @@ def test_a_constant_argument_is_part_of_what_is_shown_and_other_values_are_serve
     rewrite(sch.mod, Nothing())
     for args in ((X, None, 3), (X,), (X, X)):
         assert_alike(sch.mod, plain, *args)
-    with pytest.raises(ValueError, match=r"\['masks'\].*pass parameters of it: x, mask, scale"):
+    with pytest.raises(ValueError, match=r"\['masks'\].*its parameters are x, mask, scale"):
         slapo.create_schedule(make(forward)).trace(concrete_args={"masks": None})
 
 

@@ -188,7 +188,7 @@ def test_calls_are_named_one_by_one() -> None:
         sch["block"].cut_pipeline_stage(call=0)
     with pytest.raises(ValueError, match="ends after this module already"):
         sch["block"].cut_pipeline_stage()
-    with pytest.raises(ValueError, match="number of a call"):
+    with pytest.raises(ValueError, match="index of a call"):
         sch["block"].cut_pipeline_stage(call=-1)
     assert len(partition(sch).mod.stages) == 3
 

@@ -225,7 +225,7 @@ def test_what_changes_before_it_is_computed_again_is_refused(when: str) -> None:
         sch.checkpoint([("", node) for node in chain])
         same_gradients(sch.mod, reference, x)
         return
-    with refused(sch, ValueError, "in place, which the backward pass would compute"):
+    with refused(sch, ValueError, "in place, but the backward pass recomputes"):
         sch.checkpoint([("", node) for node in chain])
         same_gradients(sch.mod, reference, x)  # else it says what went wrong
 

@@ -247,7 +247,7 @@ def test_an_empty_result_says_why_and_logs_it(caplog: pytest.LogCaptureFixture) 
 def test_the_reason_is_of_the_graphs_that_were_searched() -> None:
     found = slapo.create_schedule(Stack(2)).find(lambda x: torch.tanh(call_module("fc1", x)))
     assert "fc1 in the graph of 'layers.0'; tanh was not: in its place is gelu" in found.why
-    assert "are not seen" not in found.why  # the layers are opaque now, and were not
+    assert "are hidden" not in found.why  # the layers are opaque now, and were not
 
 
 def test_the_reason_is_not_worked_out_where_nobody_reads_it(

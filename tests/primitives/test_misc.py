@@ -244,7 +244,7 @@ def test_what_cannot_be_decomposed() -> None:
         "0": "no bias",
         "1": "only nn.Linear can be decomposed, not ReLU",
         "2": "decomposed already",
-        "3": "forward of its own",
+        "3": "has its own forward",
     }.items():
         with refused(sch, ValueError, message):
             sch[path].decompose()

@@ -209,7 +209,7 @@ def test_bad_calls_of_replace_all() -> None:
         sch.replace_all(nn.Conv2d, lambda p, m: m)
     with refused(sch, TypeError, "cls is 'Linear'; pass a class"):
         sch.replace_all("Linear", print)
-    with refused(sch, TypeError, "what make_fn returns must be an nn.Module"):
+    with refused(sch, TypeError, "the result of make_fn must be an nn.Module"):
         sch.replace_all(nn.Linear, lambda p, m: None)
     with refused(sch, ZeroDivisionError, "by zero"):
         sch.replace_all(nn.Linear, lambda p, m: nn.Linear(1 // (p != "head"), 1))
@@ -328,7 +328,7 @@ def test_rows_are_not_taken_for_results(new: Any, given: str) -> None:
     sch.replace(new, sch.find("[qkv]$"))
     items = [node for node in sch.mod.graph.nodes if node.target is operator.getitem]
     assert [node.args[1] for node in items] == [0, 1, 2]
-    refusal = f"{given}, but takes the place of 3 subgraphs.*return a tuple of 3 results"
+    refusal = f"{given}, but replaces 3 subgraphs.*return a tuple of 3 results"
     for x in (torch.randn(3, 5, 4), torch.randn(1, 5, 4)):
         with pytest.raises(slapo.SlapoError, match=refusal):
             sch.mod(x)
@@ -514,13 +514,13 @@ def test_the_binding_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "slapo"):
         sch.replace(half_named, match)
     assert caplog.messages[-1] == (
-        "replaced by half_named(q=q, key=k, s=3.0), q, s by name; no parameter is called as the "
-        "pattern's k=k"
+        "replaced by half_named(q=q, key=k, s=3.0), q, s by name; no parameter has the name of "
+        "the pattern's k=k"
     )
     sch, match = found_scores()
     with caplog.at_level("INFO", "slapo"):
         sch.replace(lambda key, query: key, [[*match]])
-    assert caplog.messages[-1].endswith("(key=k, query=q), by order of first use")
+    assert caplog.messages[-1].endswith("(key=k, query=q), in order of first use")
 
 
 def test_constants_that_the_user_gives_win() -> None:
@@ -594,7 +594,7 @@ def test_constants_of_several_matches(other: float) -> None:
         sch.replace(both, matches)
         torch.testing.assert_close(sch.mod(X), SideBySide(other)(X))
         return
-    message = r"takes 's', which is \[2.0, 5.0\] in the matches"
+    message = r"takes 's', which is \[2.0, 5.0\] in them"
     with refused(sch, ValueError, message):
         sch.replace(both, matches)
     sch.replace(both, matches, concrete_args={"s": 3.0})

@@ -173,13 +173,13 @@ BAD: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any], s
         lambda: nn.Linear(4, 6),
         ("weight", 0),
         {"parts": 3},
-        "3 parts cannot be held alike by 2 ranks",
+        "3 parts cannot be spread evenly over 2 ranks",
     ),
     "uneven, nothing left": (
         lambda: nn.Linear(4, 1),
         ("weight", 0),
         {"uneven": True},
-        "size 1 in parts of 1 leaves none for the last of 2 ranks",
+        "size 1 in parts of 1 leaves nothing for the last of 2 ranks",
     ),
     "uneven blocks of several sizes": (
         lambda: nn.Linear(4, 8),
@@ -262,11 +262,11 @@ def test_sharding_twice(pair: None) -> None:
 def test_tensors_of_one_module_must_agree(pair: None) -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
     sch["0"].shard("weight", 1)
-    with refused(sch, ValueError, r"would leave the output Shard\(-1\)"):
+    with refused(sch, ValueError, r"would make the output Shard\(-1\)"):
         sch["0"].shard("bias", 0)
     other = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
     other["0"].shard("bias", 0)
-    with refused(other, ValueError, "would leave the output Partial()"):
+    with refused(other, ValueError, "would make the output Partial()"):
         other["0"].shard("weight", 1)
 
 
@@ -366,7 +366,7 @@ def test_slices_are_not_written_for_wholes(pair: None, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 8))
     slapo.create_schedule(model)["0"].shard("weight", 0)
     file, state = tmp_path / "model.safetensors", model.state_dict()
-    with pytest.raises(slapo.SlapoError, match=r"\(4, 4\) is this rank's part of one of shape"):
+    with pytest.raises(slapo.SlapoError, match=r"\(4, 4\) is this rank's slice of one of shape"):
         files.save_file(state, file)
     assert not file.exists()
     files.save_file({name: value.as_subclass(torch.Tensor) for name, value in state.items()}, file)
@@ -408,5 +408,5 @@ def test_a_table_with_a_forward_of_its_own_is_not_masked() -> None:
 
     sch = slapo.create_schedule(Shifted(8, 4))
     sch.shard("weight", 0)
-    with pytest.raises(ValueError, match="forward of its own"):
+    with pytest.raises(ValueError, match="has its own forward"):
         sch.sync("fwd_post", "all_reduce")

@@ -40,8 +40,8 @@ class Found(list[Any]):
     [
         ([], ValueError, "is empty: the pattern matched nothing$"),
         (Found(), ValueError, "is empty: the pattern matched nothing; the longest partial match"),
-        (3, TypeError, "must be what find"),
-        ("fc1", TypeError, r"must be what find.* got str; pass sch.find\('fc1'\)"),
+        (3, TypeError, "must be a result of find"),
+        ("fc1", TypeError, r"must be a result of find.* got str; pass sch.find\('fc1'\)"),
         ([3], TypeError, r"must be a \(parent_path, node\)"),
     ],
 )

@@ -299,10 +299,10 @@ def test_a_trial_does_not_step_on_the_model(caplog: pytest.LogCaptureFixture) ->
     reach_of_steps(optimizer)
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
     assert all(p.grad is not None for p in model.parameters())
-    assert "Hidden could not be tried on small tensors" in caplog.text
+    assert "Hidden could not be tested on small tensors" in caplog.text
 
 
 def test_what_cannot_be_tried_is_said(caplog: pytest.LogCaptureFixture) -> None:
     reach = reach_of_steps(torch.optim.LBFGS(_linears().parameters()))
     assert set(reach.values()) == {ELEMENT}
-    assert "LBFGS could not be tried on small tensors" in caplog.text
+    assert "LBFGS could not be tested on small tensors" in caplog.text

@@ -136,7 +136,7 @@ def test_collectives_that_do_not_meet_are_named() -> None:
         ways = ["all_reduce of (2, 4)", "all_gather of (2, 2)"]
         if rank == 1:
             ways.reverse()
-        assert f"rank {rank} comes to {ways[0]} where rank {1 - rank} comes to {ways[1]}" in told
+        assert f"rank {rank} is at {ways[0]} while rank {1 - rank} is at {ways[1]}" in told
         assert f"in '{2 - rank}' (" in told
 
 
@@ -209,7 +209,7 @@ def test_the_module_that_was_running_is_named_with_its_own_primitives() -> None:
         assert 'sch["h.0.attn"].set(name, whole=...)' in gpt2
         assert "fails with RuntimeError in 'layers.0.self_attn' (LlamaAttention): " in llama
         assert 'sch["layers.0.self_attn.k_proj"].shard' in llama
-        assert "num_key_value_heads=1 cannot be split over 2 ranks by whole heads" in llama
+        assert "num_key_value_heads=1 cannot be split into whole heads over 2 ranks" in llama
 
 
 class OnOneRank(nn.Module):

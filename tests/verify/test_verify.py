@@ -113,7 +113,7 @@ REPLACED: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Any], nn.Modul
         Acted,
         "act",
         lambda old: WrongGradient(),
-        r"outputs agree, but the gradient.*'act' \(WrongGradient\) is the first that sends back",
+        r"outputs agree, but the gradient.*'act' \(WrongGradient\) is the first to return",
     ),
     "failure": (Acted, "act", lambda old: nn.Unflatten(-1, (3, 3)), "fails with RuntimeError"),
     "type": (lambda: nn.Sequential(nn.Identity()), "0", lambda old: InTuple(), "tuple"),
@@ -215,7 +215,7 @@ def test_a_replacement_that_keeps_values_of_its_own_is_refused() -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
     new = nn.Linear(4, 4)
     values = new.weight.detach().clone()
-    told = r"'0\.weight' holds other values than on entry \(as do 1 more: '0\.bias'\)"
+    told = r"'0\.weight' has different values than on entry \(as do 1 more: '0\.bias'\)"
     with pytest.raises(slapo.VerificationError, match=told), slapo.Verify(sch, X):
         sch["0"].replace(new)
     assert torch.equal(new.weight, values)
@@ -367,7 +367,7 @@ class GivesAnObject(nn.Linear):
 
 def test_nothing_to_compare_is_no_success() -> None:
     sch = slapo.create_schedule(GivesAnObject(4, 4))
-    message = "a Plain, holds no number that could be compared; pass example_inputs that are"
+    message = "a Plain, holds no values to compare; pass example_inputs that are"
     with pytest.raises(slapo.SlapoError, match=message), slapo.Verify(sch, torch.ones(2, 4)):
         sch.checkpoint()
     with slapo.Verify(sch, torch.ones(2, 4), loss_fn=lambda output: output.hidden.sum()):
@@ -385,7 +385,7 @@ def test_another_shape_and_what_is_no_number_are_said() -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.ReLU()))
     with pytest.raises(slapo.VerificationError) as told, slapo.Verify(sch, -torch.ones(2, 4)):
         sch["0"].sync("fwd_post", lambda module, args, output: output / 0)
-    assert "at '0' (ReLU): 8 of its numbers are NaN or infinite, of the original's 0;" in str(
+    assert "at '0' (ReLU): 8 of its values are NaN or infinite, 0 in the original;" in str(
         told.value
     )
 

@@ -280,7 +280,7 @@ def test_a_dtype_of_the_schedule(folders: Path) -> None:
     assert model.lm_head.weight.dtype == torch.bfloat16
     whole = contents(folders / "llama")["lm_head.weight"]
     assert torch.equal(model.lm_head.weight, whole.bfloat16())
-    with pytest.raises(ValueError, match="is for a schedule before build"):
+    with pytest.raises(ValueError, match="is only for a schedule before build"):
         slapo.load_pretrained(model, folders / "llama", dtype=torch.float32)
 
 
@@ -631,9 +631,15 @@ def test_wrong_targets_and_options(folders: Path, tmp_path: Path) -> None:
         (lambda: slapo.load_pretrained(sch, folders), "is built already"),
         (lambda: slapo.load_pretrained(sch["0"], folders), "takes the root schedule"),
         (lambda: slapo.load_pretrained(nn.Linear(2, 2), folders), "not built by slapo.build"),
-        (lambda: slapo.load_pretrained(3, folders), "TypeError: load_pretrained takes"),  # type: ignore[arg-type]
+        (
+            lambda: slapo.load_pretrained(3, folders),  # type: ignore[arg-type]
+            "TypeError: load_pretrained: target is of type int",
+        ),
         (lambda: slapo.load_pretrained(sch, folders, missing="no"), "missing is 'no'"),
-        (lambda: slapo.save_pretrained(sch, tmp_path / "x"), "takes what slapo.build returned"),  # type: ignore[arg-type]
+        (
+            lambda: slapo.save_pretrained(sch, tmp_path / "x"),  # type: ignore[arg-type]
+            "got a schedule; pass the model or engine from slapo.build",
+        ),
         (lambda: slapo.save_pretrained(built, tmp_path / "full"), "is not empty"),
         (
             lambda: slapo.save_pretrained(built, tmp_path / "x", max_shard_size="5 apples"),
@@ -668,7 +674,7 @@ def sharded_by_transformers_own_method(rank: int, world: int, where: str) -> Non
     model, _ = slapo.build(sch)
     model.save_pretrained(f"{where}/out", max_shard_size=LIMIT)
     copy.deepcopy(model).save_pretrained(f"{where}/copied", max_shard_size=LIMIT)
-    with pytest.raises(slapo.SlapoError, match="takes a folder and max_shard_size"):
+    with pytest.raises(slapo.SlapoError, match="takes only a folder and max_shard_size"):
         model.save_pretrained(f"{where}/other", state_dict={})
 
 

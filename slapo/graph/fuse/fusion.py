@@ -59,7 +59,7 @@ class Fuse(MadePerText):
         if any(isinstance(node, (list, tuple)) for node in chain):
             raise ValueError(
                 f"fuse takes one subgraph, got {len(chain)}; fuse them one by one, or replace them "
-                "horizontally by a module of your own"
+                "horizontally with a module of your own"
             )
         self.compiler, self.paths = compiler, dict[str, str]()
         calls = [node for node in chain if getattr(node, "op", "") != "get_attr"]
@@ -83,7 +83,7 @@ class Fuse(MadePerText):
         view = subgraph_view(home, chain, subgraph_inputs(chain))
         for node in view.graph.find_nodes(op="call_module"):
             if node.target not in self.paths:
-                raise TraceError(f"{self} has taken in no {node.target}, which is called here")
+                raise TraceError(f"{self} does not contain {node.target}, which is called here")
             node.target = f"{self.shown}.{self.paths[str(node.target)]}"
         view.recompile()
         return view

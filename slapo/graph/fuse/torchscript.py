@@ -102,9 +102,8 @@ def _as_written(module: nn.Module) -> nn.Module:
         return module
     if isinstance(module, Traced) and trace_of(module).is_rewritten:
         raise SlapoError(
-            f"TorchScript compiles the forward of {type(module).__name__} as its class has it, and "
-            "its graph was rewritten; use fuse(..., compiler=None), or match operations outside of "
-            "it"
+            f"TorchScript compiles the class's forward of {type(module).__name__}, but its graph "
+            "was rewritten; use fuse(..., compiler=None), or match operations outside of it"
         )
     kind: Any = origin_of(module) if isinstance(module, Traced) else type(module)
     plain: nn.Module = object.__new__(kind)

@@ -42,9 +42,9 @@ def why_no_subgraph(graphs: Graphs, pattern: fx.Graph) -> str:
     missing, number = nearest.missing, len(nearest.steps)
     if missing is None:
         return (
-            f"all {number} operations of the pattern are there, {_found(nearest)}, but one of its "
-            "arguments would stand for two different values, or for a value that the match "
-            "computes itself; give each value an argument of its own"
+            f"all {number} operations of the pattern were found, {_found(nearest)}, but one of its "
+            "arguments would bind to two different values, or to a value computed inside the "
+            "match; give each value its own argument"
         )
     if nearest.found:
         others = _listed(_show(n, nearest.places[0][0]) for n in nearest.in_place_of(missing))
@@ -54,23 +54,21 @@ def why_no_subgraph(graphs: Graphs, pattern: fx.Graph) -> str:
         )
     else:
         there = _listed(sorted(_operations(graphs)))
-        summary = (
-            f"of the operations of the pattern, {number} in all, none was found; there are {there}"
-        )
+        summary = f"none of the pattern's operations ({number} in all) was found; there are {there}"
     hints = [*_whereabouts(nearest, missing, graphs), *_other_spellings(missing, graphs)]
     return "\n- ".join([summary, *hints, *_opaque_calls(graphs)])
 
 
 def why_no_call(graphs: Graphs, regex: re.Pattern[str]) -> str:
     """Describe the called modules that a regular expression did not match."""
-    summary = f"{regex.pattern!r} matches none of the {len(_calls(graphs))} calls of modules"
+    summary = f"{regex.pattern!r} matches none of the {len(_calls(graphs))} module calls"
     return "\n- ".join([summary, _near_names(regex, graphs), *_opaque_calls(graphs)])
 
 
 def why_no_node(graphs: Graphs) -> str:
     """Describe the nodes for which a predicate was false."""
     nodes = [_show(node, traced) for traced in graphs for node in traced.graph.nodes]
-    summary = f"the predicate holds for none of the {len(nodes)} nodes; there are {_listed(nodes)}"
+    summary = f"the predicate is false for all {len(nodes)} nodes; there are {_listed(nodes)}"
     return "\n- ".join([summary, *_opaque_calls(graphs)])
 
 
@@ -87,11 +85,11 @@ def _whereabouts(nearest: NearestMatch, missing: Step, graphs: Graphs) -> Iterat
     elsewhere = nearest.occurs(missing.node)
     if here:
         misfits = _listed(text for node in here for text in _misfits(nearest, missing, node))
-        yield misfits or f"{name} is elsewhere, at {_listed(node.name for node in here)}"
+        yield misfits or f"{name} occurs elsewhere, at {_listed(node.name for node in here)}"
     elif elsewhere:
         yield (
-            f"{name} is in the graph of {_listed(map(repr, elsewhere))}, and a match is in one "
-            "graph: trace the common parent with .trace(flatten=True)"
+            f"{name} is in the graph of {_listed(map(repr, elsewhere))}, but a match cannot span "
+            "graphs: trace the common parent with .trace(flatten=True)"
         )
     elif missing.regex is not None:
         yield _near_names(missing.regex, graphs)
@@ -124,11 +122,11 @@ def _opaque_calls(graphs: Graphs) -> Iterator[str]:
             (closed if is_closed else hidden).append(_show(node, traced))
     if hidden:
         yield (
-            f"the operations within {_listed(hidden)} are not seen; .trace(flatten=True) "
-            "before the search makes them part of the graph"
+            f"the operations inside {_listed(hidden)} are hidden; call .trace(flatten=True) "
+            "before the search to include them"
         )
     if closed:
-        yield f"{_listed(closed)} stay closed: they have hooks or wrappers, or traceable = False"
+        yield f"{_listed(closed)} stay opaque: they have hooks or wrappers, or traceable = False"
 
 
 def _other_spellings(missing: Step, graphs: Graphs) -> Iterator[str]:
@@ -136,13 +134,13 @@ def _other_spellings(missing: Step, graphs: Graphs) -> Iterator[str]:
     linear = [_show(n, at) for at, n in _calls(graphs) if isinstance(_module(n, at), nn.Linear)]
     if missing.call.key == "add" and linear:
         yield (
-            f"the bias of {linear[0]} is added within it: .decompose() the layer before the "
-            "trace, and the addition is an operation of its own"
+            f"{linear[0]} adds its bias internally: call .decompose() on the layer before the "
+            "trace to make the addition a separate operation"
         )
     name = _name(missing)
     near = difflib.get_close_matches(name, _operations(graphs) - {name}, n=3, cutoff=0.6)
     if near:
-        yield f"named alike are {_listed(near)}"
+        yield f"similar names are {_listed(near)}"
 
 
 def _near_names(regex: re.Pattern[str], graphs: Graphs) -> str:
@@ -153,11 +151,11 @@ def _near_names(regex: re.Pattern[str], graphs: Graphs) -> str:
     inner = next(filter(regex.search, targets), None)
     if inner is not None:
         return (
-            f"{regex.pattern!r} is within {inner!r}, but names are matched from their start: "
+            f"{regex.pattern!r} occurs in {inner!r}, but names are matched from their start: "
             f"write {'.*' + regex.pattern!r}"
         )
     near = difflib.get_close_matches(regex.pattern, targets, n=3, cutoff=0.4) or targets
-    return f"names of called modules are {_listed(map(repr, near))}"
+    return f"the graph calls {_listed(map(repr, near))}"
 
 
 def _operations(graphs: Graphs) -> set[str]:

@@ -170,8 +170,8 @@ def search_for_chain(module: fx.GraphModule, chain: Sequence[fx.Node]) -> tuple[
         if set(chain) <= set(match):
             return Search.of(module, pattern, len(matches), overlapping=True), position, match
     raise ValueError(
-        f"no search finds {', '.join(node.name for node in chain)} again, which the rewrite of "
-        "other captures of the module needs; pass what find() returns"
+        f"no search can find {', '.join(node.name for node in chain)} in other captures of the "
+        "module, which need the same rewrite; pass the result of find()"
     )
 
 

@@ -49,7 +49,7 @@ def call_module(name_regex: str, *args: Any, **kwargs: Any) -> Any:
     if tracer is None:
         raise ValueError(
             f"call_module({name_regex!r}, ...) was called outside of a pattern; "
-            "use it in a function or a Pattern that is handed to find()"
+            "use it in a function or a Pattern that is passed to find()"
         )
     compile_name(name_regex)
     return tracer.create_proxy("call_function", call_module, (name_regex, *args), kwargs)
@@ -162,7 +162,7 @@ def _instantiate(pattern: Any) -> Callable[..., Any]:
         made: nn.Module = pattern()
     except TypeError as error:
         raise ValueError(
-            f"the pattern class {pattern.__name__} cannot be made without arguments "
+            f"the pattern class {pattern.__name__} cannot be constructed without arguments "
             f"({error}); pass an instance"
         ) from error
     return made

@@ -143,8 +143,8 @@ def plan_call(
         raise ValueError(
             f"{callee.label} takes {len(wanted)} required arguments "
             f"({', '.join(p.name for p in wanted)}){besides}, but the subgraph has {len(rest)} "
-            f"inputs ({', '.join(map(str, rest))}); fix further parameters by concrete_args, "
-            "give them defaults, or match the operations between these inputs too"
+            f"inputs ({', '.join(map(str, rest))}); fix more parameters with concrete_args, "
+            "give them defaults, or also match the operations between these inputs"
         )
     return _distribute(callee.parameters, choices[0], values, concrete_args)
 
@@ -206,8 +206,8 @@ def common_bindings(
         del first[name]
         if name in callee.names and name not in concrete_args and not nodes_in(values):
             raise ValueError(
-                f"{callee.label} takes {name!r}, which is {values} in the matches, and is called "
-                "once for all; pass concrete_args, or replace them one by one"
+                f"{callee.label} is called once for all matches, but takes {name!r}, which is "
+                f"{values} in them; pass concrete_args, or replace the matches one by one"
             )
     return first
 

@@ -82,7 +82,7 @@ def check_results(results: Any, count: int, name: str) -> None:
 def wrong_results(callee: str, given: str, count: int) -> str:
     """Return the message for a replacement of several chains with wrong results."""
     return (
-        f"{callee} returns {given}, but takes the place of {count} subgraphs side by side; "
+        f"{callee} returns {given}, but replaces {count} subgraphs side by side; "
         f"return a tuple of {count} results, one for each subgraph"
     )
 
@@ -110,7 +110,7 @@ def in_order(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node]:
     unique = set(nodes)
     for node in unique:
         if not isinstance(node, fx.Node):
-            raise TypeError(f"a subgraph is a list of graph nodes, got {node!r} in it")
+            raise TypeError(f"a subgraph is a list of graph nodes, but contains {node!r}")
         if node._erased or node.graph is not graph:
             raise ValueError(
                 f"node {node.name!r} is not (or no longer) part of this graph; "
@@ -121,7 +121,7 @@ def in_order(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node]:
                 f"node {node.name!r} is the graph's {node.op}; only operations can be replaced"
             )
     if not unique:
-        raise ValueError("the subgraph is empty; hand over what find() returned")
+        raise ValueError("the subgraph is empty; pass the result of find()")
     return sorted(unique)
 
 
@@ -147,12 +147,12 @@ def subgraph_inputs(nodes: Collection[fx.Node]) -> list[fx.Node]:
 def common_inputs(chains: Sequence[Sequence[fx.Node]]) -> list[fx.Node]:
     """Return the inputs of side-by-side subgraphs; refuse dependent subgraphs."""
     if not chains:
-        raise ValueError("there is no subgraph to replace; hand over what find() returned")
+        raise ValueError("there is no subgraph to replace; pass the result of find()")
     owner: dict[fx.Node, int] = {}
     for index, chain in enumerate(chains):
         for node in chain:
             if owner.setdefault(node, index) != index:
-                raise ValueError(f"node {node.name!r} is part of several of the subgraphs")
+                raise ValueError(f"node {node.name!r} is in several of the subgraphs")
     inputs = [subgraph_inputs(chain) for chain in chains]
     for index, values in enumerate(inputs):
         for value in values:

@@ -14,8 +14,8 @@ _GENERATOR = "random numbers"
 """A draw is a write to this."""
 
 _ORDER_OF_DRAWS = (
-    "both draw random numbers, and each would get those of the other; leave one of them out of the "
-    "match, or match both"
+    "both draw random numbers, and each would get the other's; leave one of them out of the match, "
+    "or match both"
 )
 
 
@@ -45,7 +45,7 @@ def check_recompute(gm: HasGraph, chain: Collection[fx.Node]) -> None:
     >>> _, exp, add_, _ = gm.graph.nodes
     >>> check_recompute(gm, [exp])
     Traceback (most recent call last):
-    ValueError: 'add_' changes 'x' in place, which the backward pass would compute 'exp' from ...
+    ValueError: 'add_' changes 'x' in place, but the backward pass recomputes 'exp' from it; ...
     """
     effects = Effects(gm)
     inside, first = set(chain), min(chain)
@@ -56,9 +56,9 @@ def check_recompute(gm: HasGraph, chain: Collection[fx.Node]) -> None:
         for writer in _writers(gm, effects, value):
             if writer in inside or writer > first:
                 raise ValueError(
-                    f"{writer.name!r} changes {value.name!r} in place, which the backward pass "
-                    f"would compute {reader.name!r} from once more; use the operation that is not "
-                    "in place, or checkpoint other operations"
+                    f"{writer.name!r} changes {value.name!r} in place, but the backward pass "
+                    f"recomputes {reader.name!r} from it; use the out-of-place operation, or "
+                    "checkpoint other operations"
                 )
 
 
@@ -103,8 +103,8 @@ def _check_effects(
 
 def _write(writer: fx.Node, other: fx.Node) -> str:
     return (
-        f"{writer.name!r} changes in place what {other.name!r} uses; use the operation that is not "
-        "in place, or match operations that stand side by side"
+        f"{writer.name!r} changes a tensor in place that {other.name!r} uses; use the out-of-place "
+        "operation, or match adjacent operations"
     )
 
 
@@ -140,9 +140,9 @@ def _check_regions(span: Sequence[fx.Node], inside: set[fx.Node], place: fx.Node
 def _refuse_parts(switches: set[fx.Node], seen_at: fx.Node) -> None:
     if switches:
         raise ValueError(
-            f"the subgraph has a part of the no_grad, inference or autocast region that "
-            f"{min(switches).name!r} begins, but not the whole region, seen at {seen_at.name!r}; "
-            "match all of the region or operations within it"
+            f"the subgraph has only part of the no_grad, inference or autocast region that "
+            f"{min(switches).name!r} begins, as seen at {seen_at.name!r}; match the whole region, "
+            "or operations within it"
         )
 
 

@@ -117,7 +117,7 @@ class Rule:
                 part = called_module(view, node)
                 if isinstance(part, SubgraphView):
                     return part
-        raise self._refusal(f"it has no {self.inside}, which the operations are in")
+        raise self._refusal(f"it lacks {self.inside}, which contains the operations")
 
     def _search(self, view: View) -> dict[Search, list[Match]]:
         """Repeat the searches of this rule, and of later ones made before it was applied."""
@@ -138,19 +138,19 @@ class Rule:
     def _pick(self, search: Search, position: int, found: Mapping[Search, list[Match]]) -> Match:
         matches = found.get(search)
         if matches is None:  # this capture already has other rewrites and must be recaptured
-            raise self._refusal("the operations were searched for before another rewrite")
+            raise self._refusal("the search for the operations ran before another rewrite")
         if len(matches) != search.total:
             raise self._refusal(
-                f"the operations that it is about are there {len(matches)} times, and "
-                f"{search.total} times in the graph that is shown"
+                f"its search has {len(matches)} matches there, and {search.total} in the graph "
+                "that is shown"
             )
         return matches[position]
 
     def _refusal(self, reason: str) -> TraceError:
         return TraceError(
-            f"{self} has no place in the graph of this kind of call (other inputs, or another mode,"
-            f" than the graph that is shown): {reason}; call the module as it was traced, or leave "
-            "the rewrite out"
+            f"{self} cannot be applied to the graph of this kind of call (its inputs or mode "
+            f"differ from the graph that is shown): {reason}; call the module as it was traced, "
+            "or leave the rewrite out"
         )
 
 
@@ -267,7 +267,7 @@ def carry_out(module: fx.GraphModule, rule: Rule, keep_modules: bool = False) ->
     """
     plan, home = rule.plan, home_of(module)
     if plan is None:
-        raise ValueError(f"{rule} was carried out already; make another rule")
+        raise ValueError(f"{rule} was applied already; create a new rule")
     called = [str(node.target) for node in plan.nodes if node.op == "call_module"]
     rewrite(home, rule)
     if called and not keep_modules:

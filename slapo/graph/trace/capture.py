@@ -131,8 +131,8 @@ def capture(
                     if _is_read(output, path, name):
                         raise TraceError(
                             f"{path!r} sets its attribute {name!r} when it is called, and the "
-                            "module above reads it; return it from there, or make the module above "
-                            "a leaf"
+                            "module above reads it; return the value instead, or make the module "
+                            "above a leaf"
                         )
                 graph = GraphImport(
                     root, example.arguments, example.places, output, calls, any_batch
@@ -258,8 +258,8 @@ def _without_past(value: Tensor) -> Tensor:
     """Return a tensor like `value` with dynamic sizes; a copy if it is not a leaf."""
     if type(value) not in (Tensor, nn.Parameter, FakeTensor):
         raise TraceError(
-            f"an argument is a {type(value).__name__}, whose operations no graph shows; pass plain "
-            "tensors, or make the module a leaf"
+            f"an argument is a {type(value).__name__}, whose operations a graph cannot record; "
+            "pass plain tensors, or make the module a leaf"
         )
     sizes = [isinstance(s, torch.SymInt) for s in value.shape]
     shape, stride = ([number_of(s) for s in many] for many in (value.shape, value.stride()))

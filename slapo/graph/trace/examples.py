@@ -51,7 +51,7 @@ def inputs_within(root: nn.Module, inputs: Inputs, module: nn.Module) -> Inputs:
         return reached.inputs
     except Exception as error:
         raise TraceError(
-            f"a run of the whole model on fake tensors, to see how {type(module).__name__} is "
+            f"running the whole model on fake tensors, to see how {type(module).__name__} is "
             f"called, failed with {type(error).__name__}: {error}; pass example_inputs"
         ) from error
     finally:

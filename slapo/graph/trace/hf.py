@@ -70,7 +70,7 @@ def refuse_collected(root: nn.Module, entered: Iterable[str], keys: Collection[s
         for hook in collecting_hooks(root.get_submodule(path)):
             if _key_of(hook) in keys:
                 raise TraceError(
-                    f"{_key_of(hook)} is asked for, and comes from {path!r}, whose operations are "
+                    f"{_key_of(hook)} was requested, but comes from {path!r}, whose operations are "
                     f"part of the graph of {type(root).__name__}; leave it out, or trace with "
                     f"leaf_modules=[{path!r}]"
                 )
@@ -79,8 +79,8 @@ def refuse_collected(root: nn.Module, entered: Iterable[str], keys: Collection[s
 def refuse_inner(path: str, key: str) -> None:
     """Refuse a capture that collects results of modules within a leaf."""
     raise TraceError(
-        f"{key} is asked for, and comes from within {path!r}, which stays a call; leave it out, "
-        "or trace with flatten=True"
+        f"{key} was requested, but comes from inside {path!r}, which is one call in the graph; "
+        "leave it out, or trace with flatten=True"
     )
 
 

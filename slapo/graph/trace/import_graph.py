@@ -99,8 +99,8 @@ class GraphImport:
             known = node.meta.get("example_value", value)
             if not isinstance(value, Tensor) and not isinstance(known, torch.SymInt):
                 raise TraceError(
-                    "the forward uses a number that is neither a constant nor a size (Python's "
-                    "random numbers are such), which a graph cannot draw; make the module a leaf"
+                    "the forward uses a number that is neither a constant nor a size (such as one "
+                    "from Python's random), which a graph cannot draw; make the module a leaf"
                 )
             self._copies[node] = value if isinstance(value, Tensor) else known
         for node in nodes:
@@ -208,15 +208,15 @@ class GraphImport:
             return self.graph.get_attr(name)
         if isinstance(value, nn.Parameter):
             raise TraceError(
-                "the forward uses a parameter of a module that is not a child of it; register that "
-                "module as a child"
+                "the forward uses a parameter of a module that is not one of its submodules; "
+                "register that module"
             )
         known = (*tensors(self.arguments), *self.root.parameters(), *self.root.buffers())
         for tensor in (each for each in known if _shares_memory(each, value)):
             name = next(filter(partial(_is_attribute, tensor, value), _ATTRIBUTES.values()), None)
             if name is not None:  # dynamo leaves a mere attribute access to its own bytecode
                 return self.graph.call_function(getattr, (self._tensor(tensor), name))
-            raise TraceError("the forward returns a view of a tensor that no operation has made")
+            raise TraceError("the forward returns a view of a tensor that no operation created")
         return self.graph.call_function(HeldTensor(value))
 
     def _at(self, path: Path) -> fx.Node:
@@ -234,7 +234,7 @@ class GraphImport:
         if expression not in self._nodes:
             if expression.is_Symbol:
                 if expression not in self._sizes:
-                    raise TraceError(f"the size {expression} follows from no argument")
+                    raise TraceError(f"the size {expression} does not follow from any argument")
                 path, dim = self._sizes[expression]
                 node = self.graph.call_method("size", (self._at(path), dim))
             else:  # like torch's own runtime asserts
@@ -285,8 +285,8 @@ class GraphImport:
             return tuple(value)
         if len(alike) > 1 or fixed:
             raise TraceError(
-                "the forward returns the shape of one of several tensors that are alike in the "
-                "example; return tuple(x.shape), or trace with inputs of other sizes"
+                "the forward returns a shape that several tensors have in the example; return "
+                "tuple(x.shape), or trace with inputs of different sizes"
             )
         node = self.graph.call_method("size", (self._at(alike[0]),))
         node.meta[KIND] = "value"

@@ -151,8 +151,8 @@ class LeafCalls:
         found = accesses(result)
         if self.accesses.setdefault(path, found) != found:
             raise TraceError(
-                f"{path!r} returns a result of another structure in one call than in another; "
-                "trace the modules below it instead"
+                f"{path!r} returns results of different structure in different calls; trace the "
+                "modules below it instead"
             )
         return tuple(flat)
 
@@ -231,7 +231,7 @@ class LeafCalls:
         """Return a tensor like the first input, as for expert routing; the graph checks it."""
         given = tensors([args, kwargs])
         if not given:
-            raise TraceError(f"the sizes of the result of {path!r} follow from values")
+            raise TraceError(f"the sizes of the result of {path!r} depend on values")
         self.assumed.add(path)
         result = torch.empty_like(given[0])
         trains = torch.is_grad_enabled() and result.is_floating_point()

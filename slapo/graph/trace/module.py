@@ -174,14 +174,14 @@ class Trace:
             if first is None or (first.key == key and first.holds(module, args, kwargs)):
                 return self.edited
             raise TraceError(
-                f"the graph of {self.origin.__name__} was edited by hand, and holds for calls like "
-                "the traced one only; this call differs in an argument's kind, in a size that the "
-                "code asks for, or in a mode"
+                f"the graph of {self.origin.__name__} was edited by hand and is valid only for "
+                "calls like the traced one; this call differs in an argument's type, in a size "
+                "that the code reads, or in a mode"
             )
         if len(self.known) >= MAX_KINDS:
             raise TraceError(
                 f"{self.origin.__name__} was called in {MAX_KINDS} different ways, and its "
-                "rewrites need a capture for each; pass what differs in each call as a tensor"
+                "rewrites need a capture for each; pass the values that vary as tensors"
             )
         given = tensors([args, kwargs])
         with as_before(module, given[0].device if given else None):
@@ -205,9 +205,9 @@ class Trace:
             if gone is not None:
                 raise TraceError(
                     f"this kind of call of {self.origin.__name__} also uses {gone!r} (at "
-                    f"{node.name}), which a rewrite has taken out of the module: the graph that is "
-                    "shown does not use it elsewhere; leave it out of the rewrite, or trace the "
-                    "module with inputs of this kind"
+                    f"{node.name}), which a rewrite has removed, as the graph that is shown does "
+                    "not use it elsewhere; leave it out of the rewrite, or trace the module with "
+                    "inputs of this kind"
                 )
 
     # --- undo and copies -------------------------------------------------------------------------
@@ -441,8 +441,8 @@ def check_traceable(module: nn.Module) -> None:
     """Refuse an object whose ``forward`` was replaced, as by wrappers of other libraries."""
     if "forward" in vars(module):
         raise TraceError(
-            f"forward was set on this {type(module).__name__} itself, and a trace sees the one of "
-            "its class only; trace before the library that did so, or make the module a leaf"
+            f"forward was set on this {type(module).__name__} itself, and a trace sees only the "
+            "class's forward; trace before it is set, or make the module a leaf"
         )
 
 
@@ -491,8 +491,8 @@ def _known_code(module: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
         ):
             return known.code
     raise RuntimeError(
-        "a rewritten module met a new kind of call inside torch.compile; call the model once like "
-        "this before it is compiled"
+        "a rewritten module got a new kind of call inside torch.compile; call the model once this "
+        "way before it is compiled"
     )
 
 
@@ -522,8 +522,8 @@ def rewrite(module: fx.GraphModule, rule: Rewrite) -> None:
     trace = trace_of(module)
     if trace.edited is not None:
         raise SlapoError(
-            f"the graph of {trace.origin.__name__} was edited by hand, and a rewrite would be made "
-            "in the captures of the module instead; rewrite first, or go on by hand"
+            f"the graph of {trace.origin.__name__} was edited by hand, but a rewrite would change "
+            "the captures of the module instead; rewrite first, or continue by hand"
         )
     rule.apply(View(module, trace.shown))
     trace.rules.append(rule)

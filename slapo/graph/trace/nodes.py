@@ -91,8 +91,8 @@ def like_input(result: Any, given: Tensor, path: str) -> Any:
     if not isinstance(result, Tensor) or result.shape != given.shape:
         shown = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         raise TraceError(
-            f"{path!r} returned {shown} for an input of shape {tuple(given.shape)}; it returned "
-            "one like its input when the graph above was captured, which holds for such only"
+            f"{path!r} returned {shown} for an input of shape {tuple(given.shape)}; the graph "
+            "above was captured when the result had its input's shape, and is valid only for that"
         )
     return result
 

@@ -21,11 +21,11 @@ from slapo.graph.trace.torch_private import BY_VALUE
 _REMEDY = "make the module a leaf: leaf_modules=[...] or an attribute traceable = False"
 CACHE_REFUSED = "a key/value cache cannot be part of a graph; pass use_cache=False"
 _CHECKPOINT_REFUSED = (
-    "activation checkpointing inside a traced forward would be lost; switch it off in the model "
-    "and use .checkpoint() of the schedule, or make the module a leaf"
+    "activation checkpointing inside a traced forward would be lost; turn it off in the model "
+    "and use the schedule's .checkpoint(), or make the module a leaf"
 )
 _COLLECTIVE_REFUSED = (
-    "the forward calls the collective {}; make the module a leaf, use .sync() of the schedule, or "
+    "the forward calls the collective {}; make the module a leaf, use the schedule's .sync(), or "
     "wrap the collective in an autograd.Function, which a graph can hold"
 )
 _DATA_REASON = (
@@ -82,7 +82,7 @@ def checked(target: Any) -> Any:
         raise TraceError(f"the forward uses {name}, which a graph cannot hold; make it a leaf")
     if "_vmap_" in name or home.startswith("torch._functorch"):
         # An error between a level's two calls would leave it open for the rest of the process.
-        raise TraceError(f"the forward uses torch.func ({name}), which is a leaf's; {_REMEDY}")
+        raise TraceError(f"the forward uses torch.func ({name}), which needs a leaf; {_REMEDY}")
     if home.startswith("torch.distributed") or "c10d" in str(target):
         raise TraceError(_COLLECTIVE_REFUSED.format(name))
     if home in ("torch.random", "torch.cuda.random") or _is_numpys(target):

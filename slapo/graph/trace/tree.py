@@ -251,7 +251,7 @@ def named_constants(module: nn.Module, concrete_args: Mapping[str, Any] | None) 
     if unknown and not is_open:
         raise ValueError(
             f"concrete_args names {unknown}, which {type(module).__name__}.forward does not take; "
-            f"pass parameters of it: {', '.join(parameters)}"
+            f"its parameters are {', '.join(parameters)}"
         )
     return {
         name: value

@@ -54,10 +54,9 @@ def _check_comparable(wanted: Any, tensors: dict[str, Tensor], has_loss: bool) -
     if any(tensor.numel() for tensor in tensors.values()) or has_loss:
         return
     raise SlapoError(
-        f"Verify: the output of the original, a {type(wanted).__name__}, holds no number "
-        "that could be compared; pass example_inputs that are not empty, a loss_fn that "
-        "makes one of the output, or verify a node below that returns tensors, in a tuple, "
-        "a dict or a dataclass"
+        f"Verify: the output of the original, a {type(wanted).__name__}, holds no values to "
+        "compare; pass example_inputs that are not empty, a loss_fn that computes a scalar, or "
+        "verify a node below that returns tensors, in a tuple, a dict or a dataclass"
     )
 
 
@@ -75,7 +74,7 @@ def compare_kinds(trial: PairedRun, given: Any, wanted: Any) -> None:
         return
     if dtypes:
         name, mine, theirs = dtypes[0]
-        raise _wrong_output(trial, "", f"{name} is of {mine}, the original's of {theirs}")
+        raise _wrong_output(trial, "", f"{name} has dtype {mine}, the original's has {theirs}")
     raise trial.sides.error(
         f"the output is a {type(given).__name__} with {list(left)} and "
         f"{dict(constants_in(given))}, the original's a {type(wanted).__name__} with "
@@ -151,7 +150,7 @@ def _raise_gradients(trial: PairedRun, failures: list[tuple[str, float, float]])
     if found is None:
         raise trial.sides.error(said, seen)
     call, by = found
-    said += f". {_named(call)} is the first that sends back another gradient{by}"
+    said += f". {_named(call)} is the first to return a different gradient{by}"
     raise trial.sides.error(said, seen, call.path)
 
 
@@ -253,10 +252,10 @@ def _raise_forked(trial: PairedRun) -> None:
     ]
     path = (sides.first(wrong) or [""])[0]
     raise sides.error(
-        f"in train mode {path!r} draws other random numbers on each rank, under fork_rng(), for a "
-        "tensor that is whole on all ranks, which would diverge",
+        f"in train mode {path!r} draws different random numbers on each rank, under fork_rng(), "
+        "for a replicated tensor, which would diverge",
         path,
-        advice="leave fork_rng() out there, or put it on the part that holds shards",
+        advice="remove that fork_rng(), or put it on the part that holds shards",
     )
 
 

@@ -98,8 +98,8 @@ class Verify:
     ) -> None:
         if not isinstance(sch, Schedule):
             raise TypeError(
-                f"Verify takes a schedule, got {type(sch).__name__}; pass what "
-                "slapo.create_schedule(model) returned"
+                f"Verify takes a schedule, got {type(sch).__name__}; pass the result of "
+                "slapo.create_schedule(model)"
             )
         self.sch = sch
         self.args, self.kwargs = as_call(example_inputs)
@@ -113,9 +113,9 @@ class Verify:
         if self.enable:
             if self.sch.world_size > 1 and not has_peers(self.sch.group):
                 raise SlapoError(
-                    f"Verify compares values of {self.sch.world_size} ranks, but this group is a "
-                    "fake one, whose other ranks do not exist; verify in real processes: torchrun "
-                    "--nproc-per-node 2, over gloo where there is no GPU, or pass enable=False"
+                    f"Verify compares values of {self.sch.world_size} ranks, but this group is "
+                    "fake, and its other ranks do not exist; verify in real processes: torchrun "
+                    "--nproc-per-node 2, with gloo if there is no GPU, or pass enable=False"
                 )
             if not self.sch.path:  # for build(check=True)
                 self.sch.state.example_inputs = outline(self.kwargs or self.args)
@@ -220,6 +220,6 @@ class Verify:
             "Verify: example_inputs",
             (shapes, str(spec)),
             self.sch.group,
-            "pass inputs of one shape on all ranks; the values are those of rank 0",
+            "pass inputs of the same shape on all ranks; Verify uses the values of rank 0",
         )
         self.args, self.kwargs = pytree.tree_map_only(Tensor, move, (self.args, self.kwargs))

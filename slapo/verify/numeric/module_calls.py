@@ -152,7 +152,7 @@ def amount(error: float, limit: float, mine: Tensor, target: Tensor) -> str:
         return f": its shape is {tuple(mine.shape)}, the original's {tuple(target.shape)}"
     if math.isinf(error) and target.is_floating_point():
         counts = [int((~t.isfinite()).sum()) for t in (mine, target)]
-        return f": {counts[0]} of its numbers are NaN or infinite, of the original's {counts[1]}"
+        return f": {counts[0]} of its values are NaN or infinite, {counts[1]} in the original"
     return f", by {error:.3g} where {limit:.3g} is allowed"
 
 
@@ -202,9 +202,9 @@ class Comparison:
         culprits = inside or (list(new) if fed_wrong else [])
         if culprits:
             first = min(culprits, key=lambda c: len(c.path.split(".")))
-            return first, f": what it was put in for differs{found}", call.path
+            return first, f": the result of the part that it replaces differs{found}", call.path
         if fed_wrong and call.parent is not None and call.parent.parent is not None:
-            return call.parent, f": what it passes on to {call.path!r} differs{found}", call.path
+            return call.parent, f": its input to {call.path!r} differs{found}", call.path
         return call, found, call.path
 
     def gradient(self) -> tuple[Call, str] | None:
@@ -213,7 +213,7 @@ class Comparison:
         while True:
             cut = [call for call in current.parts if self._is_cut_off(call)]
             if cut:
-                current, found = cut[0], ": none goes through it"
+                current, found = cut[0], ": no gradient passes through it"
                 continue
             senders = self._senders(current)
             sharded = {call.path for call, _ in senders if shards_of(innermost(call.module))}

@@ -72,8 +72,8 @@ class Origins:
                     found[slot.name] = slot.spec.slice(value) if slot.spec else value
             elif slot.tensor.is_meta:
                 raise SlapoError(
-                    f"Verify: {slot.name!r} is on meta and nothing says how it comes from the "
-                    "original's parameters; let its module define weight_sources()"
+                    f"Verify: {slot.name!r} is on meta, and its module does not declare how it "
+                    "derives from the original's parameters; define weight_sources() there"
                 )
             else:
                 found[slot.name] = slot.tensor.detach().to(device)

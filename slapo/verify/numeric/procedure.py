@@ -78,7 +78,7 @@ def _run_plainly(sides: ModelPair, eval_mode: bool) -> _Plain:
     try:
         return _plain_in(sides, True, may_refuse, eval_mode)
     except Refused as refused:
-        logger.info("Verify compares in eval mode alone, as in train mode: %s", refused)
+        logger.info("Verify compares in eval mode only, because in train mode: %s", refused)
     return _plain_in(sides, False, False, False)
 
 

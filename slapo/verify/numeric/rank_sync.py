@@ -63,7 +63,7 @@ class RankSync:
                 late = [rank for rank, key in keys.items() if not self._store.check([key])]
                 raise SlapoError(
                     f"Verify: no response from rank {', '.join(map(str, late))} within "
-                    f"{self._patience:.0f} s; every rank of the group has to verify the same"
+                    f"{self._patience:.0f} s; every rank of the group must verify the same schedule"
                 )
             time.sleep(pause)
             pause = min(2 * pause, 5e-3)
@@ -71,8 +71,8 @@ class RankSync:
         other = next((rank for rank, theirs in steps.items() if theirs != step), None)
         if other is not None:
             raise SlapoError(
-                f"rank {self._rank} comes to {step} where rank {other} comes to {steps[other]}; "
-                "every rank has to begin the same collectives in the same order"
+                f"rank {self._rank} is at {step} while rank {other} is at {steps[other]}; every "
+                "rank must run the same collectives in the same order"
             )
 
     def carry_out(
@@ -120,8 +120,8 @@ class RankSync:
             reported = self._reported_by_another()
         except RuntimeError as gone:
             raise VerificationError(
-                "Verify: a rank has left, most likely that which keeps the job's store; its output "
-                f"says why: {noticed}"
+                "Verify: a rank has exited, most likely the one that hosts the job's store; its "
+                f"output shows why: {noticed}"
             ) from gone
         if reported:
             left = [rank for rank in self._ranks if not reported.startswith(f"rank {rank} ")]

@@ -148,7 +148,7 @@ class PairedRun:
             names = list(inspect.signature(reference.forward).parameters)
             raise SlapoError(
                 f"Verify: the original model fails on the example_inputs with "
-                f"{type(error).__name__}: {error}; pass what its forward takes: {names}"
+                f"{type(error).__name__}: {error}; pass the arguments of its forward: {names}"
             ) from error
 
     def run_scheduled(self, quiet: DropoutRecorder | None = None) -> Outcome:
@@ -202,7 +202,7 @@ class PairedRun:
         if before is None:
             return ""
         mine, theirs = shapes[before], self._shapes[before]
-        return f" behind {before!r}, which gives {mine}, in the original {theirs}"
+        return f" after {before!r}, which returned {mine}, in the original {theirs}"
 
     # --- tolerances --------------------------------------------------------------------------
     def rtol(self, tensor: Tensor) -> float:

@@ -75,7 +75,7 @@ def _gone(model: nn.Module, before: dict[str, Slot], origins: Origins) -> Iterat
             yield Change(
                 name,
                 "is a parameter of the original and is gone",
-                f"{_holder(model, name)}, or leave what it is meant to change to after the block",
+                f"{_holder(model, name)}, or make this change after the block",
             )
 
 
@@ -88,8 +88,8 @@ def _holder(model: nn.Module, name: str) -> str:
         except AttributeError:
             path = path.rpartition(".")[0]
             continue
-        return f"let {path!r} ({type(module).__name__}) declare by weight_sources() where it went"
-    return "let the module that took its place declare by weight_sources() where it went"
+        return f"declare where it went by weight_sources() of {path!r} ({type(module).__name__})"
+    return "declare where it went by weight_sources() of the module that replaced it"
 
 
 def _new(now: Sequence[Slot], origins: Origins) -> Iterator[Change]:
@@ -99,7 +99,7 @@ def _new(now: Sequence[Slot], origins: Origins) -> Iterator[Change]:
             yield Change(
                 slot.name,
                 "is a parameter that the original does not have",
-                f"let {owner} declare its sources by weight_sources(), or add it after the block",
+                f"declare its sources by weight_sources() of {owner}, or add it after the block",
             )
 
 
@@ -116,14 +116,14 @@ def _untied(now: Sequence[Slot], before: dict[str, Slot], origins: Origins) -> I
         if other.tensor is not slot.tensor:
             yield Change(
                 slot.name,
-                f"was one parameter with {other.name!r} and is not any more",
-                "schedule both sides of a tie alike, or untie them before create_schedule",
+                f"was tied to {other.name!r} and no longer is",
+                "schedule both sides of a tie the same way, or untie them before create_schedule",
             )
         known, known_name = tensors.setdefault(id(slot.tensor), (slot, name))
         if before[known_name].tensor is not original:
             yield Change(
                 slot.name,
-                f"is one parameter with {known.name!r} now, and was another",
+                f"is tied to {known.name!r} now, and was not before",
                 "tie parameters before create_schedule",
             )
 
@@ -141,7 +141,7 @@ def _changed(
         return
     dtypes = sorted({str(tensor.dtype) for tensor in theirs})
     if str(mine.dtype) not in dtypes:
-        said = f"is of {mine.dtype} and was of {', '.join(dtypes)}"
+        said = f"has dtype {mine.dtype} and had {', '.join(dtypes)}"
         yield Change(slot.name, said, "convert the model before create_schedule or after the block")
         return
     needs_gradient = any(tensor.requires_grad for tensor in theirs)
@@ -171,12 +171,12 @@ def _changed(
             wanted = slot.spec.slice(wanted)
     if mine.shape != wanted.shape:
         said = f"has shape {tuple(mine.shape)} and had {tuple(wanted.shape)}"
-        yield Change(slot.name, said, "keep the sizes of what is replaced")
+        yield Change(slot.name, said, "keep the sizes of the replaced module")
     elif not _equal(mine.detach(), wanted.to(mine.device)):
         yield Change(
             slot.name,
-            "holds other values than on entry",
-            "a schedule leaves weights as they are: make a new module under "
+            "has different values than on entry",
+            "a schedule must not change weights: create a new module under "
             "slapo.init_empty_weights(), load the old one's state_dict into it, or give it "
             "weight_sources()",
         )
@@ -206,8 +206,8 @@ def check_replicas(model: nn.Module, group: torch.distributed.ProcessGroup | Non
         wrong = next((name for name in first if sums.get(name, first[name]) != first[name]), None)
         if wrong is not None:
             raise SlapoError(
-                f"Verify: {wrong!r} of the original has other values on rank {rank} than on rank "
-                f"{ranks[0]}; ranks of a tensor-parallel group make one model: call "
-                "slapo.set_random_seed(seed) before the model is made, load one checkpoint on all "
-                "of them, or broadcast the values of one"
+                f"Verify: {wrong!r} of the original has different values on rank {rank} and rank "
+                f"{ranks[0]}; ranks of a tensor-parallel group must start from one model: call "
+                "slapo.set_random_seed(seed) before you create the model, load one checkpoint on "
+                "all of them, or broadcast the values of one"
             )

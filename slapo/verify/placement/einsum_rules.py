@@ -38,7 +38,7 @@ def multiplied(call: Call, equation: str, left: Place, right: Place) -> Place:
     if left.is_partial or right.is_partial:
         if {left.kind, right.kind} == {PARTIAL_SUM.kind, WHOLE.kind}:
             return left if left.is_partial else right
-        raise call.misfit("a product with a partial sum is right for whole factors only")
+        raise call.misfit("a product with a partial sum is right only for whole factors")
     names = inputs.split(",")
     slices = [
         (each[place.dim], place)
@@ -53,9 +53,9 @@ def multiplied(call: Call, equation: str, left: Place, right: Place) -> Place:
         in_runs = {run for dim, run in place.runs if dim == axis} == {*first.blocks}
         constant = place.is_whole and (axis in place.uniform or in_runs)
         if not (constant or _lies_along(letter, each, place)):
-            raise call.misfit("a slice meets a dimension that is whole, or other slices")
+            raise call.misfit("a slice meets a dimension that is whole, or different slices")
     if not all(other == letter and place.is_cut_as(first) for other, place in slices):
-        raise call.misfit("the two are sliced in other blocks, or other shares", Fault.BLOCKS)
+        raise call.misfit("the two are sliced in different blocks or shares", Fault.BLOCKS)
     return PARTIAL_SUM if letter not in output else first.anew(output.index(letter))
 
 
@@ -76,7 +76,7 @@ def _check_added(call: Call, result: Place) -> None:
     axis = result.dim - ndim + bias.ndim
     wanted = result.along(axis) if axis >= 0 and bias.shape[axis] > 1 else WHOLE
     if not place.same(wanted) and axis not in place.uniform:
-        raise call.misfit("the bias that it adds has another placement than the product")
+        raise call.misfit("the bias that it adds and the product have different placements")
 
 
 @rule_for("_grouped_mm")
@@ -84,7 +84,7 @@ def grouped_product(call: Call) -> list[Place]:
     """Products of row groups, each with its own matrix: experts and their tokens."""
     left, right = call.tensors[:2]
     if not all(place.is_whole for place in call.places[2:]):
-        raise call.misfit("the offsets of the groups have to be whole")
+        raise call.misfit("the offsets of the groups must be whole")
     equation = {
         (2, 3): "tk,ekn->tn",
         (2, 2): "kt,tn->ekn",
@@ -103,7 +103,7 @@ def convolution(call: Call) -> list[Place]:
     if bias is not None:
         fits = bias.is_partial if place.is_partial else bias.is_slice == (place.dim == 1)
         if not fits:
-            raise call.misfit("the bias that it adds has another placement than the product")
+            raise call.misfit("the bias that it adds and the product have different placements")
     return [place]
 
 
@@ -120,7 +120,7 @@ def _convolved(call: Call, x: Place, weight: Place, groups: int, transposed: boo
     if groups > 1:
         if x.is_slice and x.dim == 0 and weight.is_whole:
             return x
-        raise call.misfit("groups of channels and their weights are to be sliced alike")
+        raise call.misfit("groups of channels and their weights need the same slices")
     return multiplied(call, "bi,io->bo" if transposed else "bi,oi->bo", x, weight)
 
 
@@ -146,7 +146,7 @@ def _cut_of_groups(call: Call, at: Sequence[int], dims: Sequence[int]) -> list[F
         blocks = [Fraction(block, size) for block in place.blocks_in(size)]
         cuts.append((place.is_slice and place.dim == dim, place.share, blocks))
     if not all(cut[0] and cut == cuts[0] for cut in cuts):
-        raise call.misfit("groups of channels and their weights are to be sliced alike")
+        raise call.misfit("groups of channels and their weights need the same slices")
     return cuts[0][2]
 
 
@@ -180,7 +180,7 @@ def _grouped_gradients(call: Call) -> list[Place]:
         return [x, weight, grad.anew(0)]
     if grad.is_slice and grad.dim == 0 and grad.same(x) and weight.is_whole:
         return [x, PARTIAL_SUM, PARTIAL_SUM]
-    raise call.misfit("groups of channels, their weights and gradients are to be sliced alike")
+    raise call.misfit("groups of channels, their weights and gradients need the same slices")
 
 
 def _summed_to_channels(grad: Place) -> Place:

@@ -45,13 +45,15 @@ def linear_loss(call: Call) -> Place:
     _check_labels(call, of_labels)
     if not of_hidden.is_plain:
         raise call.misfit(
-            f"the hidden states are {of_hidden}, and the ranks shard the vocabulary, of the "
-            "same tokens: gather or reduce the states before the head"
+            f"the hidden states are {of_hidden}, but ranks that shard the vocabulary need the "
+            "states of the same tokens: gather or reduce the states before the head"
         )
     _check_slice(call, "the weight", of_weight, 0)
     for place in of_bias:
         if not place.same(of_weight):
-            raise call.misfit(f"the bias is {place} and the weight {of_weight}: slice both alike")
+            raise call.misfit(
+                f"the bias is {place} and the weight {of_weight}: slice both the same way"
+            )
     _check_start(call, of_weight, weight.shape[0], settings.start)
     setattr(ctx, _GRADIENTS, [PARTIAL_SUM, of_weight, *of_bias])
     return WHOLE
@@ -67,7 +69,7 @@ def gradients(call: Call) -> Sequence[Place]:
     if of_grad.is_partial and all(place.is_plain for place in found):
         return [PARTIAL_SUM] * len(found)
     raise call.misfit(
-        f"the gradient of the loss is {of_grad}: on each rank it has to be that of the whole loss"
+        f"the gradient of the loss is {of_grad}: each rank needs the gradient of the whole loss"
     )
 
 
@@ -80,15 +82,15 @@ def _by_tokens(call: Call, place: Place, of_labels: Place, vocabulary: int) -> P
             "each rank has a part of the vocabulary, and no group is given for the rest"
         )
     if not place.same(of_labels):
-        raise call.misfit(f"labels are {of_labels}, and what they are for is {place}")
+        raise call.misfit(f"labels are {of_labels}, but the tensor that they label is {place}")
     return place
 
 
 def _check_labels(call: Call, place: Place) -> None:
     if not place.is_plain:
         raise call.misfit(
-            f"the labels are {place}, and each rank needs those of all tokens, as numbers of the "
-            "whole vocabulary"
+            f"the labels are {place}, but each rank needs the labels of all tokens, as indices "
+            "into the whole vocabulary"
         )
 
 
@@ -96,11 +98,11 @@ def _check_slice(call: Call, what: str, place: Place, dim: int) -> None:
     """Raise unless the ranks' parts in rank order form the vocabulary."""
     if place.is_plain:
         raise call.misfit(
-            f"{what}: whole on every rank, and would be added up over the group as if each rank "
-            "had other tokens of the vocabulary; pass slices, or no group"
+            f"{what}: whole on every rank, but the group would add them up as if each rank had a "
+            "different part of the vocabulary; pass slices, or no group"
         )
     if not place.is_slice or place.dim != dim or place.blocks or place.copies > 1:
-        raise call.misfit(f"{what}: to be sliced along dimension {dim}, the vocabulary's")
+        raise call.misfit(f"{what}: must be sliced along dimension {dim}, the vocabulary")
 
 
 def _check_start(call: Call, place: Place, own: int, start: int | Tensor) -> None:
@@ -110,7 +112,7 @@ def _check_start(call: Call, place: Place, own: int, start: int | Tensor) -> Non
     first, _ = share_of(whole, call.rank, call.ranks)
     if start != first:
         raise call.misfit(
-            f"this rank's part of the vocabulary of {whole} begins at {first}, and start={start}"
+            f"this rank's part of the vocabulary of {whole} begins at {first}, but start={start}"
         )
 
 

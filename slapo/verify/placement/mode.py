@@ -160,8 +160,8 @@ class PlaceMode(OperationLog):
             others = [t for t in self._constants_at(_memory(out)) if t is not out]
             if not _may_become(before, place) or _users(out) > len(others) + 1:
                 raise PlacementViolation(
-                    f"it writes what is {place} into a tensor that is {before}; make a new tensor "
-                    "in place of the write"
+                    f"it writes a tensor that is {place} into one that is {before}; create a new "
+                    "tensor instead"
                 )
             for other in others:
                 self._write_through(out, place, other)
@@ -171,8 +171,8 @@ class PlaceMode(OperationLog):
         lies = through_memory(place, written, other)
         if lies is None or not _may_become(place_of(other), lies):
             raise PlacementViolation(
-                f"it writes what is {place} into a part of a tensor of shape {tuple(other.shape)} "
-                f"that is {place_of(other)}; create a new tensor instead"
+                f"it writes a tensor that is {place} into a part of one of shape "
+                f"{tuple(other.shape)} that is {place_of(other)}; create a new tensor instead"
             )
         put_place(other, lies)
 
@@ -229,7 +229,7 @@ class PlaceMode(OperationLog):
         if self.ranks == 1 or ranks_of(group) == ranks_of(self.group):
             return None
         theirs, ours = ranks_of(group), ranks_of(self.group)
-        why = f"it runs over ranks {theirs}, and the group of the schedule is {ours}"
+        why = f"it runs over ranks {theirs}, but the group of the schedule is {ours}"
         return PlacementViolation(why, Fault.GROUP)
 
     def _wrong_for(
@@ -239,25 +239,23 @@ class PlaceMode(OperationLog):
             return (
                 ""
                 if place.is_part
-                else f"{step.name} takes a part of a tensor that ranks share: {place}"
+                else f"{step.name} takes a part of a tensor that ranks share, not {place}"
             )
         if place.is_slice and place.copies > 1:
             return f"{step.name} of a slice that several ranks hold: this is {place}"
         if place.order and step not in row_order.STEPS:
-            return f"{step.name} of what is {place}"
+            return f"{step.name} of a tensor that is {place}"
         if place.kind != step.takes and not (step.takes == "partial" and place.is_zero):
-            wanted = {"partial": "a partial sum", "shard": "slices", "replicate": "what is whole"}
+            wanted = {"partial": "a partial sum", "shard": "slices", "replicate": "a whole tensor"}
             return f"{step.name} takes {wanted[step.takes]}, and this is {place}"
         if axis is not None and place.dim != axis % tensor.ndim:
-            return f"{step.name} along axis {axis} of what is {place}"
+            return f"{step.name} along axis {axis} of a tensor that is {place}"
         if place.is_slice and place.blocks and not row_order.may_shuffle(step, place):
-            return f"{step.name} would put the ranks' blocks one behind the other: this is {place}"
+            return f"{step.name} would concatenate the ranks' blocks: this is {place}"
         if axis is not None and place.is_slice:
             size = place.whole_size(tensor.shape[axis], self.ranks)
             if total not in (None, size) or (total is None and place.share is not None):
-                return (
-                    f"of uneven slices, of {size} in all, it gets total={total}; pass total={size}"
-                )
+                return f"its slices are uneven, {size} in all, but total={total}; pass total={size}"
         return ""
 
     def _given_by(self, step: Step, tensor: Tensor, arguments: dict[str, Any]) -> Place:
@@ -421,6 +419,6 @@ def _rule(call: Call) -> Rule:
     if is_pointwise(call):
         return pointwise
     raise NoRule(
-        f"no rule covers {call.func} for a tensor that is not replicated; give one to "
+        f"no rule covers {call.func} for a tensor that is not replicated; register one with "
         "slapo.register_place_rule"
     )

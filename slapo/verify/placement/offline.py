@@ -176,7 +176,7 @@ def fake_world(ranks: int, rank: int | None = None) -> Iterator[None]:
     if dist.is_initialized():
         raise SlapoError(
             "this process has a process group already; call slapo.check(sch, example_inputs), "
-            "which works in any, or this in a process of its own"
+            "which works with any group, or call this in a separate process"
         )
     rank = ranks - 1 if rank is None else rank
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)

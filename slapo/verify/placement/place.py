@@ -140,7 +140,7 @@ class Place:
 
 WHOLE, PARTIAL_SUM = Place(), Place(PARTIAL)
 #: Error for masked tokens outside of a lookup.
-MASKED_ELSEWHERE = "tokens that are masked for a table are looked up there, and nowhere else"
+MASKED_ELSEWHERE = "tokens that are masked for a table can only be looked up there"
 
 
 class Fault(Enum):

@@ -316,7 +316,7 @@ def drawn(call: Call) -> list[Place]:
         if call.name in ("uniform", "normal", "exponential", "random", "rand_like", "randn_like"):
             return [WHOLE] * len(call.outs)
         raise call.misfit(
-            "a random mask on a partial sum differs from that on the sum", Fault.DRAWS_FOR_PARTIAL
+            "a random mask on a partial sum differs from a mask on the sum", Fault.DRAWS_FOR_PARTIAL
         )
     return [call.places[0]] * len(call.outs)
 

@@ -32,7 +32,7 @@ def raw_collective(
     """Result without communication; only sums over the ranks have known placements."""
     name = func.overloadpacket.__name__
     if any(place.order for place in places):
-        raise NoRule(f"nothing is known of it for rows in the ranks' order; {_REMEDY}")
+        raise NoRule(f"no rule covers it for rows in the ranks' order; {_REMEDY}")
     if name in ("allreduce_", "all_reduce", "all_reduce_"):
         _check_sum(args, kwargs)
         if not all(place.is_partial for place in places):
@@ -42,7 +42,7 @@ def raw_collective(
         return _summed(name, args, tensors)
     if name in ("wait_tensor", "_wrap_tensor_autograd", "barrier"):
         return tensors[0] if tensors else _work()
-    raise NoRule(f"nothing is known of this collective here; {_REMEDY}")
+    raise NoRule(f"no rule covers this collective here; {_REMEDY}")
 
 
 def group_in(args: Iterable[Any]) -> dist.ProcessGroup | None:

@@ -229,7 +229,7 @@ def lookup(call: Call) -> list[Place]:
         return [table.anew(call.outs[0].ndim - 1)]
     if table.is_whole and tokens.is_slice:
         return [tokens]
-    raise call.misfit("the table and the tokens are not sliced so that they go together")
+    raise call.misfit("the slices of the table and of the tokens do not match")
 
 
 def _check_mask(call: Call, table: Place, tokens: Place) -> None:
@@ -238,7 +238,7 @@ def _check_mask(call: Call, table: Place, tokens: Place) -> None:
     if tokens.kind != MASKED:
         raise call.misfit(
             "the rows of the table are spread over the ranks, and its tokens are not masked: "
-            "those of other ranks would be looked up here"
+            "tokens of other ranks would be looked up here"
         )
     if tokens.rows != (first, rows):
         raise call.misfit(
@@ -264,7 +264,7 @@ def lookup_backward(call: Call) -> list[Place]:
         return [grad]
     if tokens.is_whole and grad.dim == call.tensors[0].ndim - 1:
         return [grad.anew(1)]
-    raise call.misfit("the gradient and the tokens are not sliced so that they go together")
+    raise call.misfit("the slices of the gradient and of the tokens do not match")
 
 
 @rule_for("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "mse_loss", "l1_loss")
@@ -272,4 +272,4 @@ def loss(call: Call) -> list[Place]:
     """Raise: a loss of slices is a mean over parts, and such means cannot be added."""
     partial = any(place.is_partial for place in call.places)
     what = "a partial sum" if partial else "a slice"
-    raise call.misfit(f"a loss of {what}; put the parts together before it")
+    raise call.misfit(f"a loss of {what}; gather or reduce the parts before it")

@@ -102,4 +102,4 @@ def _check_linear(call: Call) -> None:
         )
     )
     if not good:
-        raise PlacementViolation("it is not linear, and ranks have parts of what it is given")
+        raise PlacementViolation("it is not linear, and ranks have parts of its input")

@@ -47,7 +47,7 @@ def wrong_gradient(sch: Schedule, name: str, wanted: Place, found: Place) -> Pla
     if birth is not None and sent_back and not _is_split_around(sch, path):
         said += ": missing reduction in the backward pass"
         return _error(sch, replace(_sum_of_gradients(sch, birth.path), said=said, path=path))
-    said += ": each rank sees a part of the tokens, or of the heads"
+    said += ": each rank sees only part of the tokens or heads"
     remedy = Remedy(path, (("annotate", (leaf, "partial_grad", True), {}),))
     return _error(sch, Finding(said, path, remedy=remedy))
 
@@ -62,8 +62,8 @@ def wrong_sizes(sch: Schedule, found: Operation | None, wanted: Operation | None
         f"{_shown(wanted, found, path)} in one process{_changed(sch, path)}"
     )
     advice = (
-        "a size or a branch there depends on a number of the whole model or on a local size: set "
-        f"the number to this rank's share, {spelled(path)}.set(name, whole=...), or write the size "
+        "a size or a branch there depends on a full-model number or on a local size: set the "
+        f"number to this rank's share, {spelled(path)}.set(name, whole=...), or write the size "
         "as -1"
     )
     return _error(sch, Finding(said, path, advice=advice))
@@ -114,11 +114,11 @@ def _about_random(sch: Schedule, stop: Stop) -> Finding:
         return _about_partial(sch, stop, birth)
     if stop.fault is Fault.SAME_DRAWS:
         return _advised(stop.path, remedy=Remedy(stop.path, (("fork_rng", (), {}),)))
-    unfork = f"leave fork_rng out around {stop.path!r}"
+    unfork = f"remove fork_rng around {stop.path!r}"
     if _spreads_tokens(sch) and birth is not None and birth.operation == "all_reduce":
         instead = add_sync(birth.path, "fwd_post", "reduce_scatter", axis=1)
         return _advised(birth.path, f"write {instead} instead of its all_reduce, or {unfork}")
-    return _advised(stop.path, f"{unfork}, or fork only what draws for shards")
+    return _advised(stop.path, f"{unfork}, or apply it only to modules that draw for shards")
 
 
 def _about_step(stop: Stop) -> str:
@@ -139,7 +139,7 @@ def _about_partial(sch: Schedule, stop: Stop, birth: Origin) -> Finding:
     if birth.in_backward:
         return _sum_of_gradients(sch, path)
     if path == stop.path and not stop.in_backward:
-        known = "slapo.op.LinearWithSyncFunc adds its bias behind the sum"
+        known = "slapo.op.LinearWithSyncFunc adds its bias after the sum"
         return _advised(path, f"add replicated tensors after the sum, not before it: {known}")
     # Advise what the same module of other layers does.
     like = numberless(path)
@@ -154,9 +154,9 @@ def _sum_of_gradients(sch: Schedule, path: str) -> Finding:
     sums = [record for record in sch.history if _names(record, "bwd_post")]
     if any(record.path == entry for record in sums):
         advice = (
-            f"{add_sync(entry, 'bwd_post', 'all_reduce')} sums the gradients of some of its "
-            "inputs, or of what comes behind them: name all that are whole in its argument=, or "
-            "add sync('fwd_post', 'all_reduce_grad') to the module that makes them"
+            f"{add_sync(entry, 'bwd_post', 'all_reduce')} sums the gradients of only some of its "
+            "inputs, or of tensors derived from them: name all whole inputs in its argument=, or "
+            "add sync('fwd_post', 'all_reduce_grad') to the module that creates them"
         )
         return _advised(entry, advice)
     like = [r for r in sums if numberless(r.path) == numberless(entry) and "argument" in r.given]
@@ -212,7 +212,8 @@ def _about_slice(sch: Schedule, stop: Stop) -> Finding:
     if packed is not None and packed.birth is not None and stop.fault is Fault.BLOCKS:
         advice = (
             f"{spelled(packed.birth.path)} is sharded in {len(packed.blocks)} blocks: leave "
-            "blocks= out if nothing is packed there, or cut what it meets alike"
+            "blocks= out if nothing is packed there, or shard the tensors that it meets the "
+            "same way"
         )
         return _advised(packed.birth.path, advice)
     if stop.fault is Fault.PACKED and birth is not None and birth.path:
@@ -268,5 +269,5 @@ def _changed(sch: Schedule, path: str) -> str:
                 if n != "config" and now.get(n) != v
             ]
             if changed:
-                return f"; of its numbers, {', '.join(changed)}"
+                return f"; of its attributes, {', '.join(changed)}"
     return ""

@@ -76,9 +76,8 @@ def _as_slice(place: Place) -> Place:
 def _misfit(call: Call) -> PlacementViolation:
     place = next(place for place in call.places if place.order)
     return PlacementViolation(
-        f"rows along dimension {place.shuffled} are those of one rank after the other, not in the "
-        "order of one process, and it needs that; gather the tokens before samples and tokens "
-        "become one dimension"
+        f"rows along dimension {place.shuffled} are in the ranks' order, but it needs the order of "
+        "one process; gather the tokens before samples and tokens become one dimension"
     )
 
 

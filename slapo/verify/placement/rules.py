@@ -78,7 +78,7 @@ def register_place_rule(operation: Any, rule: Rule, backward: Rule | None = None
     if is_function != (backward is not None):
         raise TypeError(
             "register_place_rule: a subclass of torch.autograd.Function needs backward=, the rule "
-            f"of its gradient, and nothing else takes it; got {operation!r}"
+            f"of its gradient, and other operations do not take it; got {operation!r}"
         )
     if is_function and backward is not None:
         _FUNCTIONS[operation] = (rule, backward)
@@ -176,8 +176,8 @@ def _watch_kernels(mode: OperationLog, stack: ExitStack) -> None:
         is_plain = all(place.is_plain for place in places)
         if isinstance(mode, PlaceMode) and not (mode.quiet or is_plain):
             why = (
-                "a Triton kernel without a rule: give the function of autograd, or "
-                "the operation of torch.library, around it to slapo.register_place_rule"
+                "a Triton kernel without a rule: pass the autograd function or the "
+                "torch.library operation around it to slapo.register_place_rule"
             )
             raise mode.stop(name, tensors, places, NoRule(why))
         # On fake tensors, results have shapes only.

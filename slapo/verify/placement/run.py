@@ -83,8 +83,8 @@ def check(sch: Schedule, example_inputs: Any, loss_fn: LossFn | None = None) -> 
     """
     if not isinstance(sch, Schedule):
         raise TypeError(
-            f"check takes a schedule, got {type(sch).__name__}; pass what "
-            "slapo.create_schedule(model) returned"
+            f"check takes a schedule, got {type(sch).__name__}; pass the result of "
+            "slapo.create_schedule(model)"
         )
     with _raised_alike(sch):
         args, kwargs = as_call(example_inputs)
@@ -188,9 +188,9 @@ class _Check:
                 raise unrunnable(sch, error) from error
             if not losses:
                 raise SlapoError(
-                    f"check: the output, a {type(output).__name__}, holds no tensor that could be "
-                    "followed back; pass a loss_fn that makes a scalar of it, or return tensors, "
-                    "in a tuple, a dict or a dataclass"
+                    f"check: the output, a {type(output).__name__}, holds no tensor to start the "
+                    "backward pass from; pass a loss_fn that computes a scalar from it, or return "
+                    "tensors, in a tuple, a dict or a dataclass"
                 )
             for name, (_, wanted) in params.items():
                 found = gradients.get(name, wanted)
@@ -206,7 +206,7 @@ class _Check:
                 raise Stop(PlacementViolation(""), "output", ("", False), [(loss, place)])
         wanted = [loss for loss in losses if loss.requires_grad]
         if not wanted and any(param.requires_grad for param in self.sch.mod.parameters()):
-            logger.warning("check: no output depends on parameters: no gradient was followed")
+            logger.warning("check: no output depends on parameters, so no gradient was checked")
         if wanted:
             torch.autograd.backward(wanted, [torch.ones_like(loss) for loss in wanted])
 
@@ -247,7 +247,7 @@ class _Check:
             # Such as a graph with local sizes built in; the preceding operations are still valid.
             where = running_in(error, sch.mod) or "the beginning"
             logger.info(
-                "check: no sizes are compared from %r on, as in one process: %s", where, error
+                "check: sizes are not compared from %r on, as one process fails: %s", where, error
             )
         return mode
 

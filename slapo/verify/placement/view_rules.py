@@ -249,7 +249,7 @@ def slice_backward(call: Call) -> list[Place]:
         return [place.along(axis, before.blocks_in(after))]
     own = place.blocks_in(call.tensors[0].shape[axis])
     if len(set(own)) > 1 or after % own[0]:
-        raise call.misfit(f"it puts blocks of {own} among others of which the sizes are not known")
+        raise call.misfit(f"it puts blocks of {own} among blocks of unknown sizes")
     return [place.along(axis, own[:1] * (after // own[0]))]
 
 
@@ -295,7 +295,7 @@ def pad(call: Call) -> list[Place]:
     if place.is_slice and place.dim in padded:
         raise call.misfit(f"it pads dimension {place.dim}, which is sharded")
     if place.is_partial and call.get("value"):
-        raise call.misfit("it pads a partial sum by another number than zero")
+        raise call.misfit("it pads a partial sum with a value other than zero")
     return [place]
 
 
@@ -380,7 +380,7 @@ def _put_in(call: Call) -> list[Place]:
         if target.dim in _written_dims(call):
             raise call.misfit(f"it writes along dimension {target.dim}, which is sharded")
         return [target]
-    raise call.misfit("the inserted tensor has another placement than the destination")
+    raise call.misfit("the inserted tensor and the destination have different placements")
 
 
 @rule_for("scatter", "scatter_add")
@@ -425,10 +425,10 @@ def _put_slices(call: Call, target: Place, source: Place) -> Place:
         chosen = [None] * (call.get("dim") % rows.ndim) + [call.tensors[1]]
     dim = _dims_behind(chosen, rows.ndim)[source.dim - values.ndim]
     if dim < 0:
-        raise call.misfit("it puts slices of rows in, where each rank has others")
+        raise call.misfit("it inserts slices of rows where each rank has different ones")
     if target.same(source.along(dim)) or target.is_zero or dim in target.uniform:
         return source.along(dim)
-    raise call.misfit("the inserted tensor has another placement than the destination")
+    raise call.misfit("the inserted tensor and the destination have different placements")
 
 
 @rule_for("index_fill")
@@ -464,7 +464,7 @@ def halves(call: Call) -> list[Place]:
 @rule_for("masked_scatter", "masked_select", "nonzero", "argwhere")
 def refuse_data(call: Call) -> list[Place]:
     """Raise, because the size of the selection would differ between ranks."""
-    raise call.misfit("what it chooses depends on values that differ between ranks")
+    raise call.misfit("its choice depends on values that differ between ranks")
 
 
 @rule_for("roll", "unfold", "unfold_backward", "_fft_r2c", "_fft_c2c", "_fft_c2r")
