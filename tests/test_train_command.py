@@ -56,7 +56,7 @@ def test_a_folder_comes_out(here: Path, capfd: pytest.CaptureFixture[str]) -> No
     program = (here / "tuned-run" / "train.py").read_text()
     assert "slapo.init_mesh(dp=1, tp=2)" in program
     assert main([*ASK, "--data", "text.jsonl"]) == 2
-    assert "holds files already" in capfd.readouterr().err
+    assert "already holds files; pass a new folder" in capfd.readouterr().err
 
 
 @pytest.mark.distributed

@@ -401,7 +401,7 @@ def test_collectives_of_torch_over_other_ranks() -> None:
 
         for hook in (by_group, lambda out: functional.all_reduce(out, "sum", pair)):
             error = refused(reduced_by(hook))
-            assert "it runs over ranks [2, 3], and the group of the schedule is [0, 1, 2" in str(
+            assert "it runs over ranks [2, 3], but the group of the schedule is [0, 1, 2" in str(
                 error
             )
 

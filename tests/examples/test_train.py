@@ -63,7 +63,7 @@ def test_it_trains(processes: int, arguments: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--pp 3", "pp=3, dp=1, tp=1 makes 3 processes, and the job has 2"),
+        ("--pp 3", "pp=3, dp=1, tp=1 needs 3 processes, but the job has 2"),
         ("--pp 2 --batch 1", "a batch of 1 samples cannot be split into micro_batches=2"),
         ("--pp 2 --target deepspeed --zero 3", "ZeRO"),
         (

@@ -129,7 +129,7 @@ CASES: dict[str, Case] = {
         {"cls": "Linear", "make_fn": "<lambda>", "k": "2"},
         lambda s: s.replace_all(nn.Conv2d, lambda path, m: m),
         ValueError,
-        "no submodule is a Conv2d; there are",
+        "no submodule is a Conv2d; the classes are",
         path="layers.1",
         signature=("cls", "make_fn", "kwargs"),
     ),

@@ -86,7 +86,9 @@ def test_a_sequence_parallel_tag_that_was_rolled_back_does_nothing(pair: None) -
 
 def test_a_tag_spelled_like_the_one_that_acts() -> None:
     sch = slapo.create_schedule(nn.Linear(2, 2))
-    with pytest.warns(UserWarning, match="'partial_grads' is unknown.*write that"):
+    with pytest.warns(
+        UserWarning, match="the unknown tag 'partial_grads' is spelled like 'partial_grad'"
+    ):
         sch.annotate("weight", "partial_grads", True)
 
 
@@ -124,7 +126,7 @@ def test_an_attribute_is_set_and_recorded() -> None:
         ("head", 2, AttributeError, r"Heads has no attribute 'head'; set one of \['heads'\]"),
         ("head", 2, AttributeError, r'sch\["0"\].set\(name='),
         ("heads", 2.0, TypeError, r"'heads' of Heads is 4, of type int, and 2.0 is of type float"),
-        ("heads", True, TypeError, "True is of type bool; pass one of the same type"),
+        ("heads", True, TypeError, "True is of type bool; pass a value of the same type"),
         ("proj", 2, TypeError, "use replace or shard"),
         ("heads", nn.Linear(2, 2), TypeError, "use replace or shard"),
         ("head_size", 2, TypeError, "not a plain attribute"),

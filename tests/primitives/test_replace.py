@@ -120,7 +120,7 @@ def test_bad_replacements() -> None:
     for bad in (torch.relu, nn.Linear):
         with refused(sch, TypeError, "must be an nn.Module"):
             node.replace(bad)
-    with refused(sch, ValueError, "is that Block already"):
+    with refused(sch, ValueError, "the module is already this Block; pass another"):
         node.replace(node.mod)
     with refused(sch, ValueError, "need target_ops"):
         node.replace(Block(), name="B")
@@ -204,7 +204,7 @@ def test_bad_calls_of_replace_all() -> None:
     with refused(
         sch,
         ValueError,
-        r"no submodule is a Conv2d; there are \['Block', 'Dropout', 'Linear', 'Stack'\]",
+        r"no submodule is a Conv2d; the classes are \['Block', 'Dropout', 'Linear', 'Stack'\]",
     ):
         sch.replace_all(nn.Conv2d, lambda p, m: m)
     with refused(sch, TypeError, "cls is 'Linear'; pass a class"):

@@ -167,7 +167,7 @@ BAD: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any], s
         lambda: nn.Linear(4, 8),
         ("weight", 0),
         {"parts": 3},
-        "size 8 has no 3 equal parts; pass the number of heads",
+        "size 8 has no 3 equal parts; pass the actual number of heads",
     ),
     "parts that ranks cannot share": (
         lambda: nn.Linear(4, 6),

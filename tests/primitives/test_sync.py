@@ -85,11 +85,11 @@ BAD: dict[str, tuple[Callable[[], Schedule], tuple[Any, ...], dict[str, Any], st
     "another axis": (column, ("fwd_post", "all_gather"), {"axis": -2}, "pass axis=-1"),
     "another axis, from the front": (column, ("fwd_post", "all_gather"), {"axis": 0}, "axis=-1"),
     "another axis of images": (conv_column, ("fwd_post", "all_gather"), {"axis": -1}, "axis=-3"),
-    "another layout": (column, ("fwd_post", "SR->RS"), {}, "reads 'RS', not 'SR'"),
+    "another layout": (column, ("fwd_post", "SR->RS"), {}, "is 'RS' in a reshard, not 'SR'"),
     "reduce twice": (reduced, ("fwd_post", "all_reduce"), {}, r"is Replicate\(\) already"),
     "gather what is whole": (reduced, ("fwd_post", "all_gather"), {"axis": -1}, "Replicate()"),
     "gather the input of rows": (row, ("fwd_pre", "all_gather"), {"axis": -1}, "expects its input"),
-    "whole input of rows": (row, ("fwd_pre", "RS->RR"), {}, "reads 'RS', not 'RR'"),
+    "whole input of rows": (row, ("fwd_pre", "RS->RR"), {}, "is 'RS' in a reshard, not 'RR'"),
     "gradient of a slice": (row, ("bwd_post", "all_reduce"), {}, "already complete"),
     "gradient of a gathered input": (gathered_input, ("bwd_post", "all_reduce"), {}, "complete"),
     "unknown mode": (
@@ -209,7 +209,7 @@ def test_calls_without_tensors_say_so() -> None:
     with pytest.raises(TypeError, match="the call has no tensor argument"):
         sch.mod(x=3)
     sch = node(Two()).sync("fwd_post", "all_reduce")
-    with pytest.raises(TypeError, match="the output is a tuple without a tensor that"):
+    with pytest.raises(TypeError, match="the output is a tuple without a tensor; put"):
         sch.mod(x=3)
 
 

@@ -206,7 +206,7 @@ def uneven_shares(rank: int, world_size: int) -> None:
     first.sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(x.grad, 6 * world_size * x.detach(), **EXACT)
-    with pytest.raises(ValueError, match=r"has \d of 9, and the tensor of shape .* has \d along"):
+    with pytest.raises(ValueError, match=r"has \d of 9, but the tensor of shape .* has \d along"):
         c.all_gather(x, None, axis, total=9)
 
 

@@ -205,7 +205,7 @@ def test_the_module_that_was_running_is_named_with_its_own_primitives() -> None:
         assert 'sch["h.0.attn.c_attn"].shard' in gpt2
         assert "h.1" not in gpt2
         assert "checkpoint" not in gpt2
-        assert "keeps embed_dim=16, num_heads=4, split_size=16: give those" in gpt2
+        assert "keeps embed_dim=16, num_heads=4, split_size=16: set full sizes" in gpt2
         assert 'sch["h.0.attn"].set(name, whole=...)' in gpt2
         assert "fails with RuntimeError in 'layers.0.self_attn' (LlamaAttention): " in llama
         assert 'sch["layers.0.self_attn.k_proj"].shard' in llama

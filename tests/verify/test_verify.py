@@ -464,7 +464,7 @@ class Declared(Own):
 
 def test_parameters_that_nothing_accounts_for_are_refused() -> None:
     sch = slapo.create_schedule(Acted())
-    told = r"'last\.weight' is a parameter of the original and is gone .* 'last' \(Own\) declare by"
+    told = r"'last\.weight' is a parameter of the original and is gone.* of 'last' \(Own\)"
     with pytest.raises(slapo.VerificationError, match=told), slapo.Verify(sch, X):
         sch["last"].replace(Own(sch["last"].mod))
     sch = slapo.create_schedule(Acted())
