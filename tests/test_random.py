@@ -191,7 +191,7 @@ def test_errors_name_the_remedy() -> None:
     with pytest.raises(SlapoError, match=r"call slapo\.set_random_seed\(\)"), tracker.fork():
         pass
     tracker.add("a", 1)
-    with pytest.raises(ValueError, match="has a random state 'a' already"):
+    with pytest.raises(ValueError, match="already has a random state 'a'"):
         tracker.add("a", 2)
     with pytest.raises(ValueError, match="seed 1 for 'b' already belongs to another"):
         tracker.add("b", 1)

@@ -142,9 +142,9 @@ def test_names():
 
     gm = graph_of(Calls())
     text = why(gm, "fcc1")
-    assert text.startswith("'fcc1' matches none of the 5 calls of modules")
+    assert text.startswith("'fcc1' matches none of the 5 module calls")
     assert "the graph calls 'fc1'" in text
-    assert "'c1' is within 'fc1', but names are matched from their start: write '.*c1'" in why(
+    assert "'c1' occurs in 'fc1', but names are matched from their start: write '.*c1'" in why(
         gm, "c1"
     )
     text = why(gm, r"encoder\.0")

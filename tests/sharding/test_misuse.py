@@ -262,7 +262,7 @@ def test_containers_take_no_hooks() -> None:
         lambda: sch["d"].checkpoint(),
         lambda: sch["d"].fork_rng(),
     ):
-        with pytest.raises(ValueError, match=r"ModuleDict has no forward.*in it: \['a"):
+        with pytest.raises(ValueError, match=r"ModuleDict has no forward.*children: \['a"):
             act()
     assert not sch.history
 
