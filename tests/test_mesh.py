@@ -105,7 +105,7 @@ def test_an_address_alone_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 def test_a_device_that_is_not_there() -> None:
-    with pytest.raises(SlapoError, match=r"device is 'cuda', and this process sees 'cpu' only"):
+    with pytest.raises(SlapoError, match=r"device is 'cuda', but this process only sees 'cpu'"):
         init_mesh(device="cuda")
     assert not dist.is_initialized()
 
@@ -210,7 +210,7 @@ def complaint(rank: int, world_size: int, arguments: list[dict[str, Any]]) -> st
 def test_errors_come_on_every_rank() -> None:
     wrong: list[Any] = run_distributed(complaint, 2, [{"pp": 4}] * 2)
     assert wrong[0] == wrong[1]
-    assert wrong[0].startswith("ValueError: init_mesh: pp=4, dp=1, tp=1 makes 4 processes")
+    assert wrong[0].startswith("ValueError: init_mesh: pp=4, dp=1, tp=1 needs 4 processes")
     assert "pass pp=2 and keep the rest, or launch 4" in wrong[0]
     mixed = run_distributed(complaint, 2, [{"pp": 2}, {"pp": 0}])
     assert mixed[1].startswith("ValueError: init_mesh: pp is 0")

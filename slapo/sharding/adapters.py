@@ -132,10 +132,10 @@ def _show_full_sizes(base: Any) -> None:
 
 
 def _hide_full_sizes(base: Any) -> tuple[int, ...]:
-    """Restore this rank's sizes; return the full shape of the weight."""
+    """Restore this rank's sizes; return the full shape of the weight, or () without one."""
     base.__dict__.update(base.__dict__.pop(_OWN_SIZES, {}))
-    full: tuple[int, ...] = base.weight.__dict__.pop("ds_shape", base.weight.shape)
-    return full
+    weight = base._parameters.get("weight")
+    return () if weight is None else weight.__dict__.pop("ds_shape", tuple(weight.shape))
 
 
 def _take_over(adapted: Any) -> None:
@@ -159,7 +159,7 @@ def _take_over(adapted: Any) -> None:
         if spec is not None:
             parts = spec.parts if spec.copies > 1 else None
             shard_pair(pair, Cut(spec.axis, spec.blocks, spec.is_uneven, parts), is_row, group)
-        elif has_partial_grad(base.weight):
+        elif has_partial_grad(base._parameters.get("weight")):
             for matrix in pair:
                 _sum_gradients(matrix, group)
         for op in ops:

@@ -64,7 +64,7 @@ def test_opaque_calls_on_the_way():
     assert "gelu was not: in its place is act (NewGelu)" in text
     assert "the operations inside act (NewGelu) are hidden; call .trace(flatten=True)" in text
     text = why(graph_of(Mlp(Sealed())), lambda x: F.gelu(call_module("fc1", x)))
-    assert "act (Sealed) stay closed" in text
+    assert "act (Sealed) stay opaque" in text
     assert "flatten" not in text
 
 

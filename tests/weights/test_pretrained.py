@@ -548,7 +548,9 @@ def test_a_folder_of_nothing_that_the_model_has(
     assert found.missing == ("1.bias", "1.weight")
     assert "lacks ['1.bias', '1.weight'], which are initialized" in caplog.text
     other = slapo.create_schedule(nn.ModuleDict({"a": nn.Linear(2, 2)}))
-    with pytest.raises(slapo.SlapoError, match=r"lacks \['a.bias', 'a.weight'\]; it has \['0.b"):
+    with pytest.raises(
+        slapo.SlapoError, match=r"lacks \['a.bias', 'a.weight'\]; it also has \['0.b"
+    ):
         slapo.load_pretrained(other, tmp_path / "out")
 
 
