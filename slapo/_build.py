@@ -175,10 +175,8 @@ def build(
         if is_late and sch.world_size > 1:
             lowering.check_call = partial(_check_first_call, sch)
         built = runtime.lower(lowering)
-        if isinstance(built[0], Engine):
-            built[0].note_parameters()
-            if sch.state.loader is not None:
-                built[0].fill_masters(sch.state.loader)
+        if sch.state.loader is not None and isinstance(built[0], Engine):
+            built[0].fill_masters(sch.state.loader)
         sch.state.built_for = target
         return built
     finally:

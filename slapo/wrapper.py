@@ -209,6 +209,11 @@ def innermost(module: nn.Module) -> nn.Module:
     return module
 
 
+def is_adapted(module: nn.Module) -> bool:
+    """Return True for a layer with low-rank adapters around it."""
+    return all(name in module._modules for name in ("base_layer", "lora_A", "lora_B"))
+
+
 def replace_innermost(module: nn.Module, new: nn.Module) -> nn.Module:
     """Put `new` under the wrappers of `module`; return the outermost module."""
     if not isinstance(module, ModuleWrapper):

@@ -112,12 +112,6 @@ class Engine:
         self._saving: Saving | None = None
         self._saving_group: GroupHandle | None = None
         self._nonfinite: str | None = None
-        #: identities of the parameters at the end of build
-        self._known_parameters: frozenset[int] = frozenset()
-
-    def note_parameters(self) -> None:
-        """Remember the parameters at the end of build: those that are added later do not train."""
-        self._known_parameters = frozenset(map(id, self.module.parameters()))
 
     def _check_model(self) -> None:
         """Refuse a model that this engine cannot train."""
@@ -495,18 +489,6 @@ class Engine:
                 f"{what}: an earlier step failed with {self._failure} and left partial gradients "
                 "in this engine; build a new engine, and load the state of the last step"
             )
-        if self.options.is_checked(self.step_count):
-            known = self._known_parameters
-            added = [
-                n
-                for n, p in self.module.named_parameters()
-                if p.requires_grad and id(p) not in known
-            ]
-            if added:
-                raise SlapoError(
-                    f"{what}: {added[:3]} were added after build, and the optimizer does not have "
-                    "them; add adapters and other parameters before slapo.build"
-                )
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:

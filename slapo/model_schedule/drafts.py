@@ -33,13 +33,13 @@ from slapo.model_schedule.recipe import Recipe
 from slapo.model_schedule.registry import recipe_keys
 from slapo.node import history_of
 from slapo.schedule import Schedule, create_schedule
-from slapo.sharding.adapters import is_adapted
 from slapo.sharding.groups import group_size
 from slapo.utils.calls import as_call, refuse_batch
 from slapo.utils.raised import running_in
 from slapo.verify.placement.fake_parameters import REAL_BYTES
 from slapo.verify.placement.offline import check_at
 from slapo.weights.slots import replacements
+from slapo.wrapper import is_adapted
 
 #: Maximum number of derivations, each without the axes that the check refused before.
 _TRIES = 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from torch import nn
 
@@ -17,7 +17,6 @@ from slapo.primitives.wrapping import (
     check_own_tensor,
     reduces_within,
 )
-from slapo.sharding.adapters import Pair, follow_adapters, shard_pair
 from slapo.sharding.guards import refuse_clipping, refuse_methods
 from slapo.sharding.shards import ShardPlan
 from slapo.sharding.slicing import Cut, make_spec
@@ -25,6 +24,9 @@ from slapo.sharding.state import shards_of
 from slapo.snapshot import restored_on_error
 from slapo.weights.ties import owner_of
 from slapo.wrapper import innermost
+
+if TYPE_CHECKING:
+    from slapo.sharding.adapters import Pair
 
 logger = get_logger()
 
@@ -108,6 +110,8 @@ class ShardPrimitive(Primitive, name="shard"):
             logger.info("%s is tied to %s.%s and sharded with it", name, sch.path, tensor_name)
         sch.metadata.primitives["shard"][tensor_name] = plan.spec
         if sch.world_size > 1:
+            from slapo.sharding.adapters import follow_adapters  # late: for several ranks only
+
             for node in (sch, *sch.ancestors()):
                 refuse_methods(innermost(node.mod), module)
             refuse_clipping()
@@ -117,6 +121,8 @@ class ShardPrimitive(Primitive, name="shard"):
 
 def _shard_adapted(sch: Node, adapters: list[Pair], name: str, cut: Cut) -> None:
     """Shard a layer together with its low-rank adapters."""
+    from slapo.sharding.adapters import shard_pair  # late: for adapted layers only
+
     with restored_on_error(sch):
         base: Any = base_of(sch)
         base.shard(name, cut.axis, cut.blocks, cut.uneven, cut.parts)

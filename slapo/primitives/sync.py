@@ -14,7 +14,6 @@ from slapo.history import describe
 from slapo.node import Node
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import adapters_of, base_of, check_called, check_runs, reduces_within
-from slapo.sharding.adapters import reduce_pair
 from slapo.sharding.groups import handle_of
 from slapo.sharding.layout import KnownSync, Placement
 from slapo.sharding.partial import add_reducer, can_reduce
@@ -136,6 +135,8 @@ class SyncPrimitive(Primitive, name="sync"):
 
 def _sync_adapted(sch: Node, op: Any, kwargs: dict[str, Any]) -> None:
     """Reduce the output of the layer and of the first matrix of each adapter."""
+    from slapo.sharding.adapters import reduce_pair  # late: for adapted layers only
+
     with restored_on_error(sch):
         base: Any = base_of(sch)
         base.sync("fwd_post", op, **kwargs)

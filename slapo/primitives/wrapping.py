@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import fx, nn
 
@@ -10,9 +12,11 @@ from slapo.graph.match.subgraph_view import views_of
 from slapo.history import describe
 from slapo.hooks import move_hooks
 from slapo.node import Node
-from slapo.sharding.adapters import Pair, is_adapted, pairs_of
 from slapo.sharding.state import layout_of
-from slapo.wrapper import ModuleWrapper, innermost
+from slapo.wrapper import ModuleWrapper, innermost, is_adapted
+
+if TYPE_CHECKING:
+    from slapo.sharding.adapters import Pair
 
 
 def wrap(sch: Node, wrapper: ModuleWrapper) -> None:
@@ -107,7 +111,11 @@ def base_of(sch: Node) -> Node:
 def adapters_of(sch: Node) -> list[Pair]:
     """The two matrices of each adapter of a layer."""
     module = innermost(sch.mod)
-    return pairs_of(module, sch.path) if is_adapted(module) else []
+    if not is_adapted(module):
+        return []
+    from slapo.sharding.adapters import pairs_of  # late: for adapted layers only
+
+    return pairs_of(module, sch.path)
 
 
 def reduces_within(sch: Node) -> bool:

@@ -13,6 +13,7 @@ random values, and they are sharded when they take the place of their layer.
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch.distributed as dist
@@ -29,17 +30,12 @@ from slapo.sharding.state import Sharding, make_sharding, sharding_of, shards_of
 from slapo.sharding.sync import REDUCTIONS, SyncOp
 from slapo.sharding.sync_hooks import OutputHook
 from slapo.sharding.tags import PARTIAL_GRAD, has_partial_grad
-from slapo.wrapper import innermost
+from slapo.wrapper import innermost, is_adapted
 
 Pair = tuple[nn.Module, nn.Module]
 
 #: On a layer while PEFT reads its full sizes: those of this rank.
 _OWN_SIZES = "_slapo_own_sizes"
-
-
-def is_adapted(module: nn.Module) -> bool:
-    """Return True for a layer with low-rank adapters around it."""
-    return all(name in module._modules for name in ("base_layer", "lora_A", "lora_B"))
 
 
 def pairs_of(module: nn.Module, path: str = "") -> list[Pair]:
@@ -104,6 +100,8 @@ def follow_adapters() -> None:
 
 def _registered(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     """Hook of torch's, called before `module` becomes ``parent.name``."""
+    if "peft" not in sys.modules:
+        return
     old: Any = parent._modules.get(name)
     if name == "base_layer" and _is_of_peft(parent) and not is_adapted(parent):
         _show_full_sizes(module)

@@ -456,9 +456,9 @@ def test_samples_longer_than_the_positions_are_refused() -> None:
     with pytest.raises(ValueError, match="more max_target_positions"):
         dryrun("auto", WhisperConfig(d_model=48), seq_len=1024)
     tokens = torch.ones(1, 512, dtype=torch.long)
-    with pytest.raises(ValueError, match="seq_len=512, and GPT2LMHeadModel"):
+    with pytest.raises(ValueError, match="seq_len=512, but GPT2LMHeadModel"):
         dryrun("gpt2", config_of("gpt2"), inputs=lambda n: {"input_ids": tokens, "labels": tokens})
-    with pytest.raises(ValueError, match=r"seq_len=512, and GPT2LMHeadModel has 256 positions"):
+    with pytest.raises(ValueError, match=r"seq_len=512, but GPT2LMHeadModel has 256 positions"):
         dryrun("gpt2", config_of("gpt2"), seq_len=512)
     dryrun("llama", config_of("llama"), seq_len=512)  # computed ones have no end
 

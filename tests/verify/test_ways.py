@@ -55,7 +55,7 @@ class Half(nn.Module):
 
 def test_an_output_of_another_dtype_is_told_before_numbers() -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Identity()))
-    told = r"output is of torch.bfloat16, the original's of torch.float32"
+    told = r"output has dtype torch.bfloat16, the original's has torch.float32"
     with pytest.raises(slapo.VerificationError, match=told), slapo.Verify(sch, X):
         sch["1"].replace(Half())
 
