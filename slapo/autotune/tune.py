@@ -40,7 +40,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Find the values that make a script train fastest. A trial is a process that "
-        "gets them as JSON in SLAPO_TRIAL, and in its arguments in place of {name}. The same "
+        "gets them as JSON in SLAPO_TRIAL, and in its arguments instead of {name}. The same "
         "command resumes an interrupted search.",
     )
     add = parser.add_argument

@@ -110,7 +110,7 @@ class Machine:
         )  # fmt: skip
         self._require("a number of 0 or more", _is_number, "overhead", "half_at")
         self._require(
-            "two numbers of 0 or more: within and between nodes",
+            "two values of 0 or more: within and between nodes",
             lambda v: isinstance(v, (tuple, list)) and len(v) == 2 and all(map(_is_number, v)),
             "latency",
         )

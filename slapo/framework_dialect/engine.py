@@ -327,7 +327,7 @@ class Engine:
         if len({int(part.sum()) for part in lengths}) > 1:
             self._has_warned = True
             logger.warning(
-                "micro-batches have different numbers of tokens, but their mean losses have "
+                "micro-batches have different token counts, but their mean losses have "
                 "equal weights: the batch has no integer labels to count. Return (sum, count) "
                 'from loss_fn, or pass loss_mean="micro_batches" if this is intended'
             )

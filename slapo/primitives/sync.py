@@ -140,8 +140,9 @@ def _sync_adapted(sch: Node, op: Any, kwargs: dict[str, Any]) -> None:
     with restored_on_error(sch):
         base: Any = base_of(sch)
         base.sync("fwd_post", op, **kwargs)
+        reduction = make_sync_op("fwd_post", op, handle_of(sch.group), kwargs)
         for pair in adapters_of(sch):
-            reduce_pair(pair, make_sync_op("fwd_post", op, handle_of(sch.group), kwargs))
+            reduce_pair(pair, reduction)
 
 
 def _check_takes_hooks(sch: Node) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -40,8 +41,8 @@ _OWN_SIZES = "_slapo_own_sizes"
 
 def pairs_of(module: nn.Module, path: str = "") -> list[Pair]:
     """The two matrices of each adapter; raise ``ValueError`` for other kinds of adapters."""
-    tables: list[Any] = [module._modules[n] for n in ("lora_A", "lora_B") if is_adapted(module)]
-    names = list(tables[0]._modules) if tables else []
+    tables: list[Any] = [module._modules.get(name) for name in ("lora_A", "lora_B")]
+    names = list(innermost(tables[0])._modules) if is_adapted(module) else []
     if not names or getattr(module, "lora_variant", None):
         raise ValueError(
             f"{repr(path) if path else 'a sharded layer'} has adapters of {type(module).__name__} "
@@ -57,8 +58,7 @@ def shard_pair(pair: Pair, how: Cut, is_row: bool, group: dist.ProcessGroup | No
     first, second = pair
     shards = [(first, "weight", 1)] if is_row else [(second, name, 0) for name in _names(second)]
     for module, name, axis in shards:
-        cut = Cut(axis, how.blocks, how.uneven, how.parts)
-        ShardPlan(module, name, cut, group).carry_out()
+        ShardPlan(module, name, replace(how, axis=axis), group).carry_out()
         module.register_load_state_dict_pre_hook(_slice_full)
     if not is_row:
         _sum_gradients(first, group)
@@ -140,11 +140,11 @@ def _take_over(adapted: Any) -> None:
     """Shard new adapters with their layer, and run the layer's hooks around both."""
     base = adapted.base_layer
     state = _sharding_over_ranks(base)
-    if state is None or any(shards_of(m) for m in adapted.modules() if m is not base):
-        return
+    if state is None or any(sharding_of(m) for m in adapted.modules() if m is not base):
+        return  # none of it is sharded, or all of it is
     full = _hide_full_sizes(base)
-    if sharding_of(adapted) is not None or not (state.specs or is_adapted(adapted)):
-        return
+    if not (state.specs or is_adapted(adapted)):
+        return  # another kind of adapters, around a full layer
     pairs, spec, group = pairs_of(adapted), state.specs.get("weight"), state.group.group
     _check_sizes(adapted, pairs, full)
     is_row = state.layout.output == PARTIAL

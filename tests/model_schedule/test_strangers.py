@@ -336,16 +336,11 @@ def test_adapters_in_an_engine_and_from_files(tmp_path: Path) -> None:
     run_distributed(in_an_engine, 2, str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ({"init_lora_weights": "pissa"}, "made from this rank's slice of it; pass init_lora_w"),
-        ({"init_lora_weights": "olora"}, "made from this rank's slice of it; pass init_lora_w"),
-    ],
-)
-def test_adapters_made_from_slices_are_refused(kind: dict[str, Any], says: str) -> None:
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_adapters_made_from_slices_are_refused(init: str) -> None:
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["0", "2"], **kind)
+    config = peft.LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=init)
+    says = "made from this rank's slice of it; pass init_lora_w"
     with fake_world(2), pytest.raises(slapo.SlapoError, match=says):
         peft.get_peft_model(pair_by_hand(Pair()).mod, config)
 
