@@ -478,6 +478,10 @@ def literal(hidden: int) -> nn.Module:
     return Packed(hidden, literal=True)
 
 
+def of_torch(hidden: int) -> nn.Module:
+    return nn.TransformerEncoderLayer(hidden, 4, 3 * hidden, dropout=0.0, batch_first=True)
+
+
 #: Blocks, and the smallest share of the bytes that is sharded.
 OWN: dict[str, tuple[tuple[Any, ...], float]] = {
     "packed": ((Packed, Gated), 0.95),
@@ -493,6 +497,7 @@ OWN: dict[str, tuple[tuple[Any, ...], float]] = {
     "recurrent": ((Recurrent, Packed), 0.55),
     "one key": ((OneKey, Gated), 0.90),
     "twice": ((Twice, Packed), 0.95),
+    "layer of torch": ((of_torch, Gated), 0.70),
     "hybrid": ((Packed, Recurrent, Mixture, Alibi), 0.60),
 }
 

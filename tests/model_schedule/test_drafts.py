@@ -39,6 +39,7 @@ from tests.model_schedule.draft_models import (
     WrittenNorm,
     ids,
     literal,
+    of_torch,
     own,
 )
 from tests.model_schedule.models import MODELS, VOCABULARY, Model
@@ -103,6 +104,20 @@ def test_own_models() -> None:
     assert first == second
     for name, (_, least) in OWN.items():
         assert first[name] >= least, (name, first)
+
+
+def encoder_layers(rank: int, world_size: int) -> None:
+    quiet()
+    drafted = draft_in_group(own(of_torch, of_torch), ids(), dist.group.WORLD)
+    sch = slapo.create_schedule(own(of_torch, of_torch).eval(), group=dist.group.WORLD)
+    drafted.apply(sch)
+    built, _ = slapo.build(sch)
+    with torch.no_grad():
+        torch.testing.assert_close(built(ids()), own(of_torch, of_torch).eval()(ids()))
+
+
+def test_torch_takes_no_fast_path_around_the_syncs_of_its_layers() -> None:
+    run_distributed(encoder_layers, 2)
 
 
 def few_heads(rank: int, world_size: int) -> list[float]:

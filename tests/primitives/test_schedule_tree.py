@@ -75,6 +75,14 @@ def test_layers_of_torch_are_leaves() -> None:
     assert paths(sch) == ["", "0", "1"]
 
 
+def test_layers_of_torch_that_call_their_parts() -> None:
+    """Torch's encoder reads tensors of its parts only on its fast path, which hooks turn off."""
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    sch = slapo.create_schedule(nn.Sequential(nn.TransformerEncoder(layer, 1)))
+    assert "0.layers.0.linear1" in paths(sch)
+    assert "0.layers.0.self_attn.out_proj" not in paths(sch)
+
+
 def test_shared_modules_have_a_node_at_each_place() -> None:
     shared = Block()
     sch = slapo.create_schedule(nn.Sequential(shared, shared))

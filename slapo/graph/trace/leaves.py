@@ -21,6 +21,13 @@ from slapo.random import tracker_kept
 IsLeaf = Callable[[nn.Module, str], bool]
 
 _HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_CALLERS = (
+    nn.Transformer,
+    nn.TransformerEncoder,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoder,
+    nn.TransformerDecoderLayer,
+)
 
 
 def is_torch_leaf(module: nn.Module) -> bool:
@@ -31,6 +38,14 @@ def is_torch_leaf(module: nn.Module) -> bool:
         return False  # a bare Module only contains others
     home = type(module).__module__
     return home.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(module, _HOLDERS)
+
+
+def calls_parts(module: nn.Module) -> bool:
+    """Return whether a schedule can change the parts of a module: its ``forward`` calls them.
+
+    Layers of ``torch.nn`` such as ``nn.MultiheadAttention`` read the tensors of their parts.
+    """
+    return not is_torch_leaf(module) or isinstance(module, _CALLERS)
 
 
 def is_sealed(module: nn.Module) -> bool:
