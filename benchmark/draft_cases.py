@@ -338,9 +338,16 @@ def _takes_config(model: Any, config: type[Any]) -> bool:
 # --- models --------------------------------------------------------------------------------------
 def settings(config: type[Any], number: int) -> dict[str, Any]:
     """What a variant says of a config."""
-    known = {*inspect.signature(config.__init__).parameters, *config().to_dict()}
+    own = config().to_dict()
+    known = {*inspect.signature(config.__init__).parameters, *own}
     wanted = {**TINY, **VARIANTS[number]}
-    return {key: value for key, value in wanted.items() if key in known and value is not _OWN}
+    # Sizes of convolutions of sound are one for each layer; Mamba's kernel has the same name.
+    numbers = {key for key, value in own.items() if isinstance(value, int)}
+    return {
+        key: value
+        for key, value in wanted.items()
+        if key in known and value is not _OWN and not (key in numbers and isinstance(value, tuple))
+    }
 
 
 def build(config: type[Any], number: int) -> nn.Module:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo.errors import SlapoError
-from slapo.graph.trace.leaves import calls_parts
+from slapo.graph.trace.leaves import is_torch_leaf
 from slapo.graph.trace.module import inlined_in, kept_whole_in
 from slapo.history import Record, digest, spelled
 from slapo.optimizers import Known
@@ -315,7 +315,7 @@ class Node:
             node = self._lookup(".".join(parts[:end]))
             if node is not None:
                 inside = _slot(innermost(node.mod), ".".join(parts[end:])) is not None
-                return node if inside and not calls_parts(innermost(node.mod)) else None
+                return node if inside and is_torch_leaf(innermost(node.mod)) else None
         return None
 
     def _is_tensor(self, path: str) -> bool:
@@ -539,7 +539,7 @@ def children_of(
     of torch that are leaves have no children. `hides` is True for the name of an inlined module.
     `prefix`, including its dot, is prepended to every name.
     """
-    if not calls_parts(innermost(module)):
+    if is_torch_leaf(innermost(module)):
         return {}
     found: dict[str, nn.Module] = {}
     for name, child in module._modules.items():

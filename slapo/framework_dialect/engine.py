@@ -112,6 +112,8 @@ class Engine:
         self._saving: Saving | None = None
         self._saving_group: GroupHandle | None = None
         self._nonfinite: str | None = None
+        named = self.module.named_parameters(remove_duplicate=False)
+        self._trained = {name for name, parameter in named if parameter.requires_grad}
 
     def _check_model(self) -> None:
         """Refuse a model that this engine cannot train."""
@@ -488,6 +490,17 @@ class Engine:
             raise SlapoError(
                 f"{what}: an earlier step failed with {self._failure} and left partial gradients "
                 "in this engine; build a new engine, and load the state of the last step"
+            )
+        if not self.options.is_checked(self.step_count):
+            return
+        # By name: FSDP2 replaces the Parameter objects.
+        named = self.module.named_parameters(remove_duplicate=False)
+        new = [n for n, p in named if p.requires_grad and n not in self._trained]
+        if new:
+            raise SlapoError(
+                f"{what}: {len(new)} parameters, such as {new[0]}, require gradients that they did "
+                "not require when this engine was built, so its optimizer does not update them; "
+                "unfreeze parameters and add adapters before slapo.build, or build again"
             )
 
     @contextmanager

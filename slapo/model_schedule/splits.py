@@ -118,7 +118,7 @@ class _Split:
             child
             for layer in layers
             for child in layer.child.values()
-            if child.child and found and _needs_wholes(child, found)
+            if innermost(child.mod)._modules and found and _needs_wholes(child, found)
         ]
         self.gathered = [block.path for block in self.wholes]
         self._layers, self._wholes = {layer.path for layer in layers}, {*self.gathered}
@@ -174,8 +174,10 @@ class _Split:
         gathered = set(self.gathered)
 
         def sees_all(layer: Schedule, name: str) -> bool:
-            node = layer[name] if name else layer
-            return _is_within(node.path, gathered) or bool(shards_of(innermost(node.mod)))
+            path = f"{layer.path}.{name}" if name else layer.path
+            if _is_within(path, gathered):
+                return True  # also parts of torch's layers, which are no nodes
+            return bool(shards_of(innermost((layer[name] if name else layer).mod)))
 
         for stack, layers in self.stacks.items():
             spread_tokens(self.base, stack, layers, sees_all)

@@ -120,6 +120,15 @@ def test_torch_takes_no_fast_path_around_the_syncs_of_its_layers() -> None:
     run_distributed(encoder_layers, 2)
 
 
+def test_tokens_around_attention_of_torch_are_refused() -> None:
+    """It takes tokens as three arguments, of which a sync would gather the first."""
+    words = "fails the check on 2 ranks: check: 'blocks.0.self_attn'"
+    with fake_world(2), pytest.raises(slapo.PlacementError, match=words):
+        apply_schedule(
+            own(of_torch), "draft", example_inputs={"ids": ids(3, 12)}, sequence_parallel=True
+        )
+
+
 def few_heads(rank: int, world_size: int) -> list[float]:
     quiet()
     drafted = draft_in_group(own(FewKeys), ids(), dist.group.WORLD)

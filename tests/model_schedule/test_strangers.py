@@ -324,6 +324,10 @@ def in_an_engine(rank: int, world_size: int, folder: str) -> None:
         wanted.backward()
         optimizer.step()
         torch.testing.assert_close(loss, wanted.detach(), atol=1e-5, rtol=1e-5)
+    late = built(apply_schedule(MODELS["llama"].build(), "llama", group=mesh["tp"]))
+    adapted(late.module, *ADAPTED["llama"])
+    with pytest.raises(slapo.SlapoError, match=r"lora_A\.default\.weight, require gradients"):
+        late.train_batch(iter([(dict(batch), batch["labels"])]))
     slapo.save_pretrained(mine, f"{folder}/adapters")
     # PEFT's files go into the slices of another model.
     other, _ = slapo.build(apply_schedule(MODELS["llama"].build(), "llama", group=mesh["tp"]))

@@ -15,7 +15,7 @@ import slapo
 from slapo.agreement import gathered
 from slapo.framework_dialect.registry import _DIALECTS
 from tests.runtimes.alone import compare, largest_difference, of_this_rank
-from tests.runtimes.contract import TOLERANCE, Model, alone, data, halving, loss_fn, make
+from tests.runtimes.contract import TOLERANCE, Model, alone, data, halving, loss_fn, make, seeded
 from tests.runtimes.ranks import RUNTIMES, error_of, on_ranks
 
 pytestmark = pytest.mark.slow
@@ -190,3 +190,17 @@ def test_partial_sums_that_nobody_adds_are_an_error(target: str) -> None:
         slapo.SlapoError, match="ranks computed different losses for the same batch"
     ):
         engine.train_batch(data())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["one", "pp", "dp", "tp"])
+@on_ranks()
+def test_parameters_that_the_optimizer_lacks_are_an_error(target: str, layout: Any) -> None:
+    model = seeded()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("bias" not in name)
+    engine, batches = make(target, layout, model=model), data()
+    engine.train_batch(batches)
+    for parameter in engine.module.parameters():
+        parameter.requires_grad_(True)
+    with pytest.raises(slapo.SlapoError, match=r"\.bias, require gradients that they did not"):
+        engine.train_batch(batches)

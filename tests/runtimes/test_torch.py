@@ -313,6 +313,37 @@ def test_the_group_is_the_meshes() -> None:
 
 
 # --- fine-tuning, initialization, modes, failures ------------------------------------------------
+class Encoder(nn.Module):
+    """A model around the encoder of torch, which branches on its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.table, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.encoder(self.table(ids), src_key_padding_mask=ids == 0))
+
+
+@on_ranks(2)
+def test_stages_within_an_encoder_of_torch() -> None:
+    torch.manual_seed(0)
+    reference = Alone(Encoder(), loss_fn, sgd)
+    torch.manual_seed(0)
+    mesh = slapo.init_mesh(pp=2, device="cpu")
+    sch = slapo.create_schedule(Encoder(), mesh=mesh)
+    sch.trace_until("encoder", example_inputs=[torch.ones(4, 5, dtype=torch.long)])
+    sch["encoder.layers.0"].cut_pipeline_stage()
+    given = {"loss_fn": loss_fn, "optimizer": sgd, "micro_batches": 2}
+    engine, _ = slapo.build(sch, target="torch", mesh=mesh, **given)
+    ids = torch.randint(11, (8, 5), generator=torch.Generator().manual_seed(1))
+    apart = compare(engine, reference, [(ids, ids), (ids[:4], ids[:4])])
+    assert max(apart.values()) < 1e-6, apart
+    evaluated = engine.eval_batch(iter([(ids, ids)])).item()
+    assert evaluated == pytest.approx(reference.evaluate((ids, ids))[0], abs=1e-6)
+
+
 @on_ranks(2)
 def test_a_stage_may_train_nothing() -> None:
     """As in fine-tuning."""

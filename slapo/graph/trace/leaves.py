@@ -20,32 +20,25 @@ from slapo.random import tracker_kept
 #: ``is_leaf(module, path)``: True for modules that become one call.
 IsLeaf = Callable[[nn.Module, str], bool]
 
-_HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_CALLERS = (
+#: Torch's modules that call their parts after branches on their inputs.
+TRANSFORMERS = (
     nn.Transformer,
     nn.TransformerEncoder,
     nn.TransformerEncoderLayer,
     nn.TransformerDecoder,
     nn.TransformerDecoderLayer,
 )
+_HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, *TRANSFORMERS)
 
 
 def is_torch_leaf(module: nn.Module) -> bool:
-    """Return True for layers of ``torch.nn`` except containers, and for compiled modules."""
+    """Return True for compiled modules, and layers of ``torch.nn`` that do not call their parts."""
     if isinstance(module, torch.jit.ScriptModule):
         return True
     if type(module) is nn.Module:
         return False  # a bare Module only contains others
     home = type(module).__module__
     return home.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(module, _HOLDERS)
-
-
-def calls_parts(module: nn.Module) -> bool:
-    """Return whether a schedule can change the parts of a module: its ``forward`` calls them.
-
-    Layers of ``torch.nn`` such as ``nn.MultiheadAttention`` read the tensors of their parts.
-    """
-    return not is_torch_leaf(module) or isinstance(module, _CALLERS)
 
 
 def is_sealed(module: nn.Module) -> bool:

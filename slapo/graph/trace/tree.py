@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from slapo.errors import TraceError
 from slapo.graph.trace.hf import caches_off
 from slapo.graph.trace.leaves import (
+    TRANSFORMERS,
     Depth,
     IsLeaf,
     attributes_kept,
@@ -190,7 +191,7 @@ class _Tracer(fx.Tracer):
         self._below: set[nn.Module] = set()
 
     def is_leaf_module(self, module: nn.Module, path: str) -> bool:
-        if self._is_leaf(module, path):
+        if self._is_leaf(module, path) or isinstance(module, TRANSFORMERS):
             return True
         self.entered.add(path)
         return False
