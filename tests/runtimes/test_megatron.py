@@ -266,7 +266,9 @@ def test_groups_of_a_job_that_is_over() -> None:
 
 
 # --- bad input -----------------------------------------------------------------------------------
-#: Arguments of build, made in the process, and what they are met with on both stages.
+#: Two stages, which take longer to build than two replicas.
+STAGED = {"layout": (2, 1, 1)}
+#: Arguments of build, made in the process, and what they are met with on both ranks.
 REFUSED: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (
         lambda: {"distributed_optimizer": True},
@@ -293,14 +295,14 @@ REFUSED: list[tuple[Callable[[], dict[str, Any]], str]] = [
         lambda: {"data_parallel_options": {"overlap_param_gather": True}},
         "ValueError: data_parallel_options has ['overlap_param_gather']",
     ),
-    (lambda: {"loss_fn": None}, "ValueError: a mesh with pp=2 needs a loss"),
+    (lambda: {"loss_fn": None, **STAGED}, "ValueError: a mesh with pp=2 needs a loss"),
     (
         lambda: {"micro_batches": 1 + torch.distributed.get_rank()},
         "micro_batches differs between ranks: 1 on rank 0, 2 on rank 1",
     ),
     # Graphs follow the dtype, and a model of half precision is trained in it.
-    (lambda: {"name": "llama", "dtype": torch.bfloat16}, "no error"),
-    (lambda: {"model": model_of("gpt2").bfloat16()}, "no error"),
+    (lambda: {"name": "llama", "dtype": torch.bfloat16, **STAGED}, "no error"),
+    (lambda: {"model": model_of("gpt2").bfloat16(), **STAGED}, "no error"),
 ]
 
 
@@ -309,7 +311,7 @@ def test_refusals() -> None:
     layout = (2, 1, 1)
 
     def attempt(**options: Any) -> str:
-        return error_of(lambda: start(**{"name": "gpt2", "layout": layout, **options}))
+        return error_of(lambda: start(**{"name": "gpt2", "layout": (1, 2, 1), **options}))
 
     found = attempt()  # on this machine, or on one without the package
     assert found.startswith('SlapoError: target="megatron" needs CUDA')
@@ -323,7 +325,8 @@ def test_refusals() -> None:
     for make, text in REFUSED:
         assert text in attempt(**make()), text
     rank = torch.distributed.get_rank()
-    text = attempt(optimizer=lambda params: "none" if rank == 1 else layouts.sgd(params))
+    chosen = lambda params: "none" if rank == 1 else layouts.sgd(params)  # noqa: E731
+    text = attempt(optimizer=chosen, **STAGED)
     assert text.startswith(
         "TypeError: optimizer(parameters) returned a str"
         if rank == 1
