@@ -341,7 +341,7 @@ def settings(config: type[Any], number: int) -> dict[str, Any]:
     own = config().to_dict()
     known = {*inspect.signature(config.__init__).parameters, *own}
     wanted = {**TINY, **VARIANTS[number]}
-    # Sizes of convolutions of sound are one for each layer; Mamba's kernel has the same name.
+    # Models of sound take a kernel size for each layer; Mamba's single one has the same name.
     numbers = {key for key, value in own.items() if isinstance(value, int)}
     return {
         key: value
