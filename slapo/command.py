@@ -15,7 +15,7 @@ from typing import Any
 from slapo.doctor import report
 from slapo.errors import MissingPackageError, SlapoError, require_count, with_nearest
 from slapo.model_schedule import apply_schedule, recipe_keys, recipe_of
-from slapo.model_schedule.drafts import draft_offline
+from slapo.model_schedule.drafts import draft
 from slapo.model_schedule.registry import AUTO, DRAFT, description
 from slapo.printing import page
 from slapo.saving.inspect import inspect as inspect_folder
@@ -130,11 +130,9 @@ def _add_ranks(command: Any) -> None:
 
 
 def _draft(given: argparse.Namespace) -> int:
-    from slapo.cost.models import shrink
-
     try:
         model, inputs = _to_draft(given.model)
-        drafted = draft_offline(model, inputs, given.tp, shortened=lambda each: shrink(each).model)
+        drafted = draft(model, inputs, given.tp)
     except (SlapoError, ValueError, TypeError) as error:
         return _refused(error)
     print(drafted, end="")

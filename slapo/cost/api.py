@@ -32,7 +32,7 @@ from slapo.errors import SlapoError
 from slapo.model_schedule import apply_schedule
 from slapo.model_schedule.apply import chosen
 from slapo.model_schedule.auto import family_recipe
-from slapo.model_schedule.drafts import draft_offline
+from slapo.model_schedule.drafts import draft
 from slapo.model_schedule.options import Options
 from slapo.model_schedule.recipe import Recipe
 from slapo.model_schedule.registry import AUTO, DRAFT, maker_of, schedule_of
@@ -376,7 +376,7 @@ class _DryRunSession:
         def derive() -> Recipe:
             model, make = self.small.model, self._inputs
             inputs = training_inputs(model) if make is None else make(3)
-            return draft_offline(model, inputs, self.layout.tp, check=False).recipe
+            return draft(model, inputs, self.layout.tp, check=False).recipe
 
         cache = {} if self._key is None or self._inputs is not None else _DRAFTS
         return _cached(cache, 8, (self._key, self.layout.tp), derive)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,30 +13,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slapo.example_inputs import example_inputs
+from slapo.model_schedule.few_layers import ReducedStack, keep_few_layers, layer_lists
 from slapo.model_schedule.stage_cuts import layer_costs
 from slapo.weights.slots import replacements
 
 #: A Transformers config, or a function that makes the model.
 Source = Any
 
-#: Attributes for the position of a layer, which do not affect its kind.
-_PLACES = frozenset(
-    "layer_idx layer_id layer_index layer_number block_idx idx index".split()  # noqa: SIM905
-)
 #: Transformers' head classes for training; the first one that supports the config is used.
 _HEADS = ("MaskedLM", "CausalLM", "Seq2SeqLM", "ImageTextToText", "ImageClassification")
-
-
-@dataclass
-class Stack:
-    """A list of layers; the small model has those with the indices `kept`.
-
-    `stand_ins` maps each layer of the full model to the position in `kept` of an equal layer.
-    """
-
-    path: str
-    kept: list[int]
-    stand_ins: list[int]
 
 
 @dataclass
@@ -48,7 +33,7 @@ class ReducedModel:
     """
 
     model: nn.Module
-    stacks: list[Stack]
+    stacks: list[ReducedStack]
     costs: dict[str, float] = field(default_factory=dict)
     parameters: int = 0
     dtype: torch.dtype = torch.float32
@@ -140,21 +125,16 @@ def check_length(model: Any, length: int) -> None:
             )
 
 
-# --- few layers instead of many -------------------------------------------------------------------
 def shrink(model: nn.Module, few: bool = True) -> ReducedModel:
-    """Keep the first and last layer of each list, and one of each kind between, in place.
-
-    Layers of one kind have equal modules, plain attributes, and names, shapes and dtypes of
-    parameters. ``few=False`` keeps all layers.
-    """
+    """Keep the layers that represent all others, in place; ``few=False`` keeps all layers."""
     trained = (p for p in model.parameters() if p.is_floating_point() and p.requires_grad)
     dtype = next((p.dtype for p in trained), torch.float32)
     count = sum(p.numel() for p in model.parameters())
-    lists = list(_lists(model))
-    paths = [f"{path}.{number}" for path, layers in lists for number in range(len(layers))]
+    paths = [
+        f"{path}.{number}" for path, layers in layer_lists(model) for number in range(len(layers))
+    ]
     costs = dict(zip(paths, layer_costs(model, paths), strict=True)) if paths else {}
-    stacks = [_shrink(model, path, layers, few) for path, layers in lists]
-    return ReducedModel(model, stacks, costs, count, dtype)
+    return ReducedModel(model, keep_few_layers(model, few), costs, count, dtype)
 
 
 def untie(small: ReducedModel, together: Collection[frozenset[str]] = ()) -> ReducedModel:
@@ -176,58 +156,6 @@ def untie(small: ReducedModel, together: Collection[frozenset[str]] = ()) -> Red
                 twins[key] = nn.Parameter(own.detach().clone(), own.requires_grad)
             model.get_submodule(path)._parameters[leaf] = twins[key]
     return replace(small, model=model, ties=ties)
-
-
-def _lists(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
-    """Yield the outermost lists of at least two layers, of at most two classes."""
-    for name, child in model.named_children():
-        path = f"{prefix}.{name}" if prefix else name
-        if (
-            isinstance(child, nn.ModuleList)
-            and len(child) > 1
-            and len({type(layer) for layer in child}) <= 2
-            and all(any(True for _ in layer.parameters()) for layer in child)
-        ):
-            yield path, child
-        else:
-            yield from _lists(child, path)
-
-
-def _shrink(model: nn.Module, path: str, layers: nn.ModuleList, few: bool) -> Stack:
-    numbers = list(range(len(layers)))
-    if not few:
-        return Stack(path, numbers, numbers)
-    # The first of a kind represents it; the first and last of the list represent only themselves.
-    kinds = [_kind(layer) for layer in layers]
-    firsts = {kinds[n]: n for n in reversed(numbers[1:-1])}
-    stand_ins = [numbers[0], *(firsts[kind] for kind in kinds[1:-1]), numbers[-1]]
-    kept = sorted(set(stand_ins))
-    if len(kept) < len(layers):
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, nn.ModuleList(layers[n] for n in kept))
-        _shorten_config(getattr(model, "config", None), len(layers), kept)
-    return Stack(path, kept, [kept.index(n) for n in stand_ins])
-
-
-def _kind(layer: nn.Module) -> Any:
-    plain = (bool, int, float, str, tuple, type(None))
-    parts = []
-    for name, module in layer.named_modules():
-        values = {
-            k: v for k, v in vars(module).items() if isinstance(v, plain) and k not in _PLACES
-        }
-        own = {k: p for k, p in module._parameters.items() if p is not None}
-        shapes = [(k, p.shape, p.dtype, p.requires_grad) for k, p in own.items()]
-        parts.append((name, type(module), repr(sorted(values.items())), tuple(shapes)))
-    return tuple(parts)
-
-
-def _shorten_config(config: Any, count: int, kept: Sequence[int]) -> None:
-    """Shorten config lists with one entry per layer to the kept layers."""
-    for each in (config, getattr(config, "text_config", None)):
-        for name, value in list(getattr(each, "__dict__", {}).items()):
-            if isinstance(value, (list, tuple)) and len(value) == count:
-                setattr(each, name, type(value)(value[n] for n in kept))
 
 
 def on_fakes(model: nn.Module, mode: FakeTensorMode) -> nn.Module:

@@ -41,6 +41,8 @@ class Axis:
         axis = self
         while axis._same_as is not None:
             axis = axis._same_as
+        if axis is not self:
+            self._same_as = axis  # chains get long in models with many layers
         return axis
 
 

@@ -8,6 +8,7 @@ import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ from slapo.logger import only_from
 from slapo.model_schedule.apply import apply_recipe, base_path
 from slapo.model_schedule.auto import prove
 from slapo.model_schedule.draft_table import recipe_of_derivation
+from slapo.model_schedule.few_layers import keep_few_layers
 from slapo.model_schedule.options import Options
 from slapo.model_schedule.recipe import Recipe
 from slapo.model_schedule.registry import recipe_keys
@@ -120,7 +122,8 @@ def draft(
     The model runs forward once, in this process and without its weights. Every operation shows
     which parameter dimensions are the same axis, such as heads or features of an MLP. Axes that no
     operation needs in full are sharded, and missing reductions are added. Then :func:`slapo.check`
-    proves the result for `ranks` and for two ranks. Axes that it refuses stay replicated.
+    proves the result for `ranks` and for two ranks, with one of each kind of equal layers if the
+    model runs with these. Axes that it refuses stay replicated.
 
     Parameters
     ----------
@@ -162,18 +165,6 @@ def draft(
     *.up columns, sum_grad(input)
     *.down rows
     """
-    return draft_offline(model, inputs, ranks, loss_fn, check)
-
-
-def draft_offline(
-    model: nn.Module,
-    inputs: Any,
-    ranks: int,
-    loss_fn: Callable[[Any], Tensor] | None = None,
-    check: bool = True,
-    shortened: Callable[[nn.Module], nn.Module] | None = None,
-) -> Draft:
-    """Run :func:`draft`; `shortened` may remove layers like others for the proof."""
     if not isinstance(model, nn.Module) or isinstance(ranks, bool) or not isinstance(ranks, int):
         raise TypeError(
             f"draft takes a model and a number of ranks, got {describe(model)} and "
@@ -182,14 +173,9 @@ def draft_offline(
     if ranks < 2:
         raise ValueError(f"nothing can be sharded over {ranks} ranks; draft for 2 or more")
 
-    def prove_alone(recipe: Recipe) -> None:
-        names_layers = any(part.isdigit() for path in recipe.splits for part in path.split("."))
-
+    def prove_alone(copied: nn.Module, recipe: Recipe) -> None:
         def make() -> Any:
-            copied = blank_copy(model)
-            if shortened is not None and not names_layers:
-                copied = shortened(copied)
-            return copied, lambda sch: _apply(recipe, sch), inputs
+            return blank_copy(copied), lambda sch: _apply(recipe, sch), inputs
 
         for _ in check_at(make, ranks, loss_fn=loss_fn):
             pass
@@ -205,8 +191,8 @@ def draft_in_group(model: nn.Module, inputs: Any, group: Any) -> Draft:
     """
     model = _without_adapters(model)
 
-    def prove_here(recipe: Recipe) -> None:
-        sch = create_schedule(blank_copy(model), group=group)
+    def prove_here(copied: nn.Module, recipe: Recipe) -> None:
+        sch = create_schedule(copied, group=group)
         _apply(recipe, sch)
         prove(sch, inputs, lambda other: _apply(recipe, other), "the draft of {}")
 
@@ -278,7 +264,7 @@ def _draft(
     model: nn.Module,
     inputs: Any,
     ranks: int,
-    prove_recipe: Callable[[Recipe], None] | None,
+    prove_copy: Callable[[nn.Module, Recipe], None] | None,
     agree: Callable[[list[str]], list[str]] = list,
 ) -> Draft:
     """Derive and prove until nothing is refused or no axis is left to give up."""
@@ -300,9 +286,9 @@ def _draft(
         recipe = recipe_of_derivation(derivation, base)
         verdict = None
         try:
-            if prove_recipe is not None:
+            if prove_copy is not None:
                 with only_from(logging.WARNING):
-                    prove_recipe(recipe)
+                    _prove(model, recipe, prove_copy)
             break
         except PlacementError as error:
             verdict = error
@@ -327,6 +313,18 @@ def _draft(
         given_up + derivation.given_up,
         verdict,
     )
+
+
+def _prove(
+    model: nn.Module, recipe: Recipe, prove_copy: Callable[[nn.Module, Recipe], None]
+) -> None:
+    """Prove a recipe with few layers; if these are refused or fail, all layers decide."""
+    if not any(part.isdigit() for path in recipe.splits for part in path.split(".")):
+        small = blank_copy(model)
+        if any(len(stack.kept) < len(stack.stand_ins) for stack in keep_few_layers(small)):
+            with suppress(Exception):
+                return prove_copy(small, recipe)
+    return prove_copy(blank_copy(model), recipe)
 
 
 def _refuse_unfit_ranks(derivation: Derivation) -> None:

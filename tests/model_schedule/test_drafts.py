@@ -465,6 +465,35 @@ def test_many_layers_are_refused_at_once() -> None:
     assert drafted.share > 0.6
 
 
+class Deep(nn.Module):
+    """Twelve equal layers, which are found by their number."""
+
+    calls = 0
+
+    def __init__(self, is_counted: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Gated(16) for _ in range(12))
+        self.count = 12 if is_counted else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(self.count or len(self.layers)):
+            Deep.calls += 1
+            x = x + self.layers[number](x)
+        return x
+
+
+@pytest.mark.parametrize(("is_counted", "least", "most"), [(False, 24, 24), (True, 60, 80)])
+def test_the_proof_runs_one_layer_of_each_kind(
+    is_counted: bool, least: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proof runs the model four times; one that needs all its layers fails and keeps them."""
+    monkeypatch.setattr(Deep, "calls", 0)
+    drafted = slapo.draft(Deep(is_counted), torch.randn(3, 7, 16), ranks=4)
+    assert least <= Deep.calls <= most
+    assert drafted.verdict is None
+    assert drafted.share > 0.95
+
+
 def test_tokens_stay_whole_where_no_layer_is_sharded() -> None:
     """Attention over this rank's tokens alone would raise no error."""
 
