@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -301,12 +301,10 @@ def _axis_of(path: str, leaf: Any, size: int) -> int | None:
 def next_batch(data_iter: Iterator[Any]) -> Any:
     """Return the next batch unchanged."""
     if not isinstance(data_iter, Iterator):
-        remedy = (
-            "pass iter() of it, made once, not for every step"
-            if isinstance(data_iter, Iterable) and not isinstance(data_iter, Tensor)
-            else "pass an iterator over batches, such as iter(data_loader)"
+        raise TypeError(
+            f"data_iter is a {type(data_iter).__name__}, not an iterator over batches; pass "
+            "iter(data_loader), made once, not for every step, or iter([batch]) for one batch"
         )
-        raise TypeError(f"data_iter is a {type(data_iter).__name__}, not an iterator; {remedy}")
     try:
         return next(data_iter)
     except StopIteration:

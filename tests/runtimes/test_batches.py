@@ -115,14 +115,11 @@ def test_next_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "remedy"),
-    [
-        ([1, 2], r"is a list, not an iterator; pass iter\(\) of it, made once"),
-        (None, r"is a NoneType, not an iterator; pass .* iter\(data_loader\)"),
-        (torch.ones(2), r"is a Tensor, not an iterator; pass .* iter\(data_loader\)"),
-    ],
+    ("wrong", "kind"),
+    [([1, 2], "list"), ((1, 2), "tuple"), (None, "NoneType"), (torch.ones(2), "Tensor")],
 )
-def test_what_is_no_iterator(wrong: Any, remedy: str) -> None:
+def test_what_is_no_iterator(wrong: Any, kind: str) -> None:
+    remedy = rf"is a {kind}, not .*; pass iter\(data_loader\), .* or iter\(\[batch\]\) for one"
     with pytest.raises(TypeError, match=remedy):
         next_batch(wrong)
 
