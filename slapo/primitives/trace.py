@@ -37,8 +37,8 @@ class TracePrimitive(Primitive, name="trace"):
 
     ``mod --> fx.GraphModule`` with the same call signature, names and state
 
-    Children stay module calls under their names. A later call that the graph does not cover
-    (another constant, a size outside the recorded limits) raises an error.
+    Children stay module calls under their names. A later call of another kind (train or eval mode,
+    another constant or number of dimensions) is captured when it comes, with the same changes.
 
     Parameters
     ----------

@@ -48,8 +48,8 @@ def check(sch: Schedule, example_inputs: Any, loss_fn: LossFn | None = None) -> 
 
     The scheduled model runs once forward and once backward in this process, without communication.
     Every tensor is followed through every operation as replicated, sharded or partial, also in the
-    backward pass. Each gradient must have the placement of its parameter. Models up to about 100 MB
-    run on real values, larger ones on fake tensors. Models on ``meta`` need no weights, and weights
+    backward pass. Each gradient must have the placement of its parameter. Models up to 128 MiB run
+    on real values, larger ones on fake tensors. Models on ``meta`` need no weights, and weights
     never change.
 
     Values are not compared: :class:`slapo.Verify` checks that a replacement computes the same.
