@@ -244,10 +244,7 @@ def note_origins(model: nn.Module) -> Original:
             ties[name] = first[id(tensor)]
             continue
         first[id(tensor)] = name
-        setattr(tensor, _ORIGIN, name)
-        spec = shards_of(module).get(leaf)
-        shape = tensor.shape if spec is None else spec.full_shape
-        tensors[name] = (torch.Size(shape), tensor.dtype)
+        tensors[name] = _note(name, module, leaf)
     root = innermost(model)
     configs = (getattr(root, name, None) for name in ("config", "generation_config"))
     config, generation = (
@@ -266,10 +263,14 @@ def note_adapters(model: nn.Module, original: Original) -> None:
     original.adapters = copy.deepcopy(configs)
     for name, module, leaf in places(model):
         if ".lora_" in name and origin_at(module, leaf) is None:
-            tensor, spec = tensor_at(module, leaf), shards_of(module).get(leaf)
-            setattr(tensor, _ORIGIN, name)
-            shape = tensor.shape if spec is None else spec.full_shape
-            original.tensors[name] = (torch.Size(shape), tensor.dtype)
+            original.tensors[name] = _note(name, module, leaf)
+
+
+def _note(name: str, module: nn.Module, leaf: str) -> tuple[torch.Size, torch.dtype]:
+    """Set a tensor's origin to its name; return its full shape and dtype."""
+    tensor, spec = tensor_at(module, leaf), shards_of(module).get(leaf)
+    setattr(tensor, _ORIGIN, name)
+    return torch.Size(tensor.shape if spec is None else spec.full_shape), tensor.dtype
 
 
 def _class_of(model: nn.Module) -> type[nn.Module]:
