@@ -132,15 +132,15 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
         own = [each for each in rows if each["group"] == group]
         ways = [way for way in WAYS if counted(own, way)]
         lines += [f"{group}: {way}: {counted(own, way)}" for way in ways]
+    tried = [each["check_4"] for each in rows if each.get("check_4")]
     checked = [each for each in rows if each.get("seconds_4")]
-    passed = sum(each["check_4"] == "passes" for each in checked)
     seconds, alone = (
         sorted(float(each[name]) for each in checked) or [0.0]
         for name in ("seconds_4", "seconds_alone_4")
     )
     lines.append(
-        f"slapo.draft for 4 ranks: {passed} of {len(checked)} pass the check; seconds without the "
-        f"check {alone[len(alone) // 2]:.2f} (median), {alone[-1]:.1f} (most), with it "
+        f"slapo.draft for 4 ranks: {tried.count('passes')} of {len(tried)} pass the check; seconds "
+        f"without the check {alone[len(alone) // 2]:.2f} (median), {alone[-1]:.1f} (most), with it "
         f"{seconds[len(seconds) // 2]:.2f}, {seconds[-1]:.1f}"
     )
     return [*lines, beside_recipes(rows)]
