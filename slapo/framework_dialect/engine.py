@@ -112,7 +112,8 @@ class Engine:
         self._saving: Saving | None = None
         self._saving_group: GroupHandle | None = None
         self._nonfinite: str | None = None
-        self._trained = {*self._trainable()}
+        named = self.module.named_parameters(remove_duplicate=False)
+        self._trained = {name for name, parameter in named if parameter.requires_grad}
 
     def _check_model(self) -> None:
         """Refuse a model that this engine cannot train."""
@@ -492,19 +493,15 @@ class Engine:
             )
         if not self.options.is_checked(self.step_count):
             return
-        new = [name for name in self._trainable() if name not in self._trained]
+        # By name: FSDP2 replaces the Parameter objects.
+        named = self.module.named_parameters(remove_duplicate=False)
+        new = [n for n, p in named if p.requires_grad and n not in self._trained]
         if new:
             raise SlapoError(
                 f"{what}: {len(new)} parameters, such as {new[0]}, require gradients that they did "
                 "not require when this engine was built, so its optimizer does not update them; "
                 "unfreeze parameters and add adapters before slapo.build, or build again"
             )
-
-    def _trainable(self) -> Iterator[str]:
-        """Yield names of parameters, whose objects FSDP2 replaces."""
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if parameter.requires_grad:
-                yield name
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:

@@ -244,7 +244,10 @@ def note_origins(model: nn.Module) -> Original:
             ties[name] = first[id(tensor)]
             continue
         first[id(tensor)] = name
-        tensors[name] = _note(name, module, leaf)
+        setattr(tensor, _ORIGIN, name)
+        spec = shards_of(module).get(leaf)
+        shape = tensor.shape if spec is None else spec.full_shape
+        tensors[name] = (torch.Size(shape), tensor.dtype)
     root = innermost(model)
     configs = (getattr(root, name, None) for name in ("config", "generation_config"))
     config, generation = (
@@ -263,14 +266,10 @@ def note_adapters(model: nn.Module, original: Original) -> None:
     original.adapters = copy.deepcopy(configs)
     for name, module, leaf in places(model):
         if ".lora_" in name and origin_at(module, leaf) is None:
-            original.tensors[name] = _note(name, module, leaf)
-
-
-def _note(name: str, module: nn.Module, leaf: str) -> tuple[torch.Size, torch.dtype]:
-    """Set a tensor's origin to its name; return its full shape and dtype."""
-    tensor, spec = tensor_at(module, leaf), shards_of(module).get(leaf)
-    setattr(tensor, _ORIGIN, name)
-    return torch.Size(tensor.shape if spec is None else spec.full_shape), tensor.dtype
+            tensor, spec = tensor_at(module, leaf), shards_of(module).get(leaf)
+            setattr(tensor, _ORIGIN, name)
+            shape = tensor.shape if spec is None else spec.full_shape
+            original.tensors[name] = (torch.Size(shape), tensor.dtype)
 
 
 def _class_of(model: nn.Module) -> type[nn.Module]:
