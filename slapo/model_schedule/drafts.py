@@ -173,9 +173,9 @@ def draft(
     if ranks < 2:
         raise ValueError(f"nothing can be sharded over {ranks} ranks; draft for 2 or more")
 
-    def prove_alone(copied: nn.Module, recipe: Recipe) -> None:
+    def prove_alone(model: nn.Module, recipe: Recipe) -> None:
         def make() -> Any:
-            return blank_copy(copied), lambda sch: _apply(recipe, sch), inputs
+            return blank_copy(model), lambda sch: _apply(recipe, sch), inputs
 
         for _ in check_at(make, ranks, loss_fn=loss_fn):
             pass
@@ -191,8 +191,8 @@ def draft_in_group(model: nn.Module, inputs: Any, group: Any) -> Draft:
     """
     model = _without_adapters(model)
 
-    def prove_here(copied: nn.Module, recipe: Recipe) -> None:
-        sch = create_schedule(copied, group=group)
+    def prove_here(model: nn.Module, recipe: Recipe) -> None:
+        sch = create_schedule(blank_copy(model), group=group)
         _apply(recipe, sch)
         prove(sch, inputs, lambda other: _apply(recipe, other), "the draft of {}")
 
@@ -324,7 +324,7 @@ def _prove(
         if any(len(stack.kept) < len(stack.stand_ins) for stack in keep_few_layers(small)):
             with suppress(Exception):
                 return prove_copy(small, recipe)
-    return prove_copy(blank_copy(model), recipe)
+    return prove_copy(model, recipe)
 
 
 def _refuse_unfit_ranks(derivation: Derivation) -> None:

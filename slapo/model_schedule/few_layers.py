@@ -33,12 +33,7 @@ def keep_few_layers(model: nn.Module, few: bool = True) -> list[ReducedStack]:
     Layers of one kind have equal modules, plain attributes, and names, shapes and dtypes of
     parameters. ``few=False`` keeps all layers.
     """
-    lists = list(layer_lists(model))
-    if few:
-        return [_keep_few(model, path, layers) for path, layers in lists]
-    return [
-        ReducedStack(path, [*range(len(layers))], [*range(len(layers))]) for path, layers in lists
-    ]
+    return [_keep_few(model, path, layers, few) for path, layers in list(layer_lists(model))]
 
 
 def layer_lists(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
@@ -56,8 +51,10 @@ def layer_lists(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
             yield from layer_lists(child, path)
 
 
-def _keep_few(model: nn.Module, path: str, layers: nn.ModuleList) -> ReducedStack:
-    numbers = range(len(layers))
+def _keep_few(model: nn.Module, path: str, layers: nn.ModuleList, few: bool) -> ReducedStack:
+    numbers = list(range(len(layers)))
+    if not few:
+        return ReducedStack(path, numbers, numbers)
     # The first of a kind represents it; the first and last of the list represent only themselves.
     kinds = [_kind(layer) for layer in layers]
     firsts = {kinds[n]: n for n in reversed(numbers[1:-1])}
