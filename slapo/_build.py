@@ -36,7 +36,7 @@ from slapo.verify.placement.run import check_call
 from slapo.weights.holdings import holdings
 from slapo.weights.materialize import has_meta_tensors, materialize
 from slapo.weights.meta import allow_calls
-from slapo.weights.provenance import write_down
+from slapo.weights.provenance import note_adapters, write_down
 from slapo.weights.ties import TieGroups, check_ties
 from slapo.wrapper import innermost
 
@@ -280,6 +280,7 @@ def _build_module(
     share_wholes(sch.mod, sch.group, sync_replicated)
     guard_wrappers(sch.mod, sch.group)
     allow_calls(sch.mod)
+    note_adapters(sch.mod, sch.state.original)
     write_down(sch.mod, sch.state.original)
     _hook_in(sch.mod, [sch.mod])
     refuse_earlier_optimizers(sch.mod, sch.state.parameters)
@@ -299,6 +300,7 @@ def _prepare(sch: Schedule, runtime: Runtime) -> Lowering:
     check_ties(whole, sch.state.ties)
     _check_shards(sch)
     _renew_tags(sch)
+    note_adapters(whole, sch.state.original)
     if not cut_nodes(sch):
         runtime.stages_of_this_rank(1)
         return Lowering(whole, tp_group=sch.group)

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from torch import nn
 
 from slapo.logger import get_logger
 from slapo.node import Node
 from slapo.primitives.base import Primitive
-from slapo.primitives.wrapping import (
-    adapters_of,
-    base_of,
-    check_called,
-    check_own_tensor,
-    reduces_within,
-)
+from slapo.primitives.wrapping import check_called, check_own_tensor, with_adapters
 from slapo.sharding.guards import refuse_clipping, refuse_methods
 from slapo.sharding.shards import ShardPlan
 from slapo.sharding.slicing import Cut, make_spec
 from slapo.sharding.state import shards_of
-from slapo.snapshot import restored_on_error
 from slapo.weights.ties import owner_of
-from slapo.wrapper import innermost
-
-if TYPE_CHECKING:
-    from slapo.sharding.adapters import Pair
+from slapo.wrapper import innermost, is_adapted
 
 logger = get_logger()
 
@@ -89,9 +79,10 @@ class ShardPrimitive(Primitive, name="shard"):
         uneven: bool = False,
         parts: Annotated[int | None, "such as the number of key and value heads"] = None,
     ) -> Node:
-        if adapters := adapters_of(sch):
-            _shard_adapted(sch, adapters, tensor_name, Cut(axis, blocks, uneven, parts))
-            return sch
+        if is_adapted(innermost(sch.mod)):
+            return with_adapters(
+                sch, lambda base: base.shard(tensor_name, axis, blocks, uneven, parts)
+            )
         check_own_tensor(sch, tensor_name)
         check_called(sch, tensor_name)
         module = innermost(sch.mod)
@@ -117,17 +108,6 @@ class ShardPrimitive(Primitive, name="shard"):
             refuse_clipping()
             follow_adapters()
         return sch
-
-
-def _shard_adapted(sch: Node, adapters: list[Pair], name: str, cut: Cut) -> None:
-    """Shard a layer together with its low-rank adapters."""
-    from slapo.sharding.adapters import shard_pair  # late: for adapted layers only
-
-    with restored_on_error(sch):
-        base: Any = base_of(sch)
-        base.shard(name, cut.axis, cut.blocks, cut.uneven, cut.parts)
-        for pair in adapters if name == "weight" else ():
-            shard_pair(pair, cut, reduces_within(sch), sch.group)
 
 
 def _full_name(sch: Node, tensor_name: str) -> str:

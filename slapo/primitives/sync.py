@@ -13,7 +13,7 @@ from torch import nn
 from slapo.history import describe
 from slapo.node import Node
 from slapo.primitives.base import Primitive
-from slapo.primitives.wrapping import adapters_of, base_of, check_called, check_runs, reduces_within
+from slapo.primitives.wrapping import check_called, check_runs, reduces_within, with_adapters
 from slapo.sharding.groups import handle_of
 from slapo.sharding.layout import KnownSync, Placement
 from slapo.sharding.partial import add_reducer, can_reduce
@@ -27,7 +27,6 @@ from slapo.sharding.sync_hooks import (
     keyword_names,
 )
 from slapo.sharding.vocab import check_maskable, mask_vocabulary, masks_itself
-from slapo.snapshot import restored_on_error
 from slapo.utils.calls import check_takes
 from slapo.wrapper import innermost
 
@@ -119,8 +118,7 @@ class SyncPrimitive(Primitive, name="sync"):
     ) -> Node:
         check_runs(sch)
         if mode == "fwd_post" and sync_op_or_fn in REDUCTIONS and reduces_within(sch):
-            _sync_adapted(sch, sync_op_or_fn, kwargs)
-            return sch
+            return with_adapters(sch, lambda base: base.sync(mode, sync_op_or_fn, **kwargs))
         check_called(sch)
         _check_takes_hooks(sch)
         if isinstance(sync_op_or_fn, str):
@@ -131,18 +129,6 @@ class SyncPrimitive(Primitive, name="sync"):
         text = sync_op_or_fn if isinstance(sync_op_or_fn, str) else describe(sync_op_or_fn)
         sch.metadata.primitives["sync"].append(f"{mode} {text}")
         return sch
-
-
-def _sync_adapted(sch: Node, op: Any, kwargs: dict[str, Any]) -> None:
-    """Reduce the output of the layer and of the first matrix of each adapter."""
-    from slapo.sharding.adapters import reduce_pair  # late: for adapted layers only
-
-    with restored_on_error(sch):
-        base: Any = base_of(sch)
-        base.sync("fwd_post", op, **kwargs)
-        reduction = make_sync_op("fwd_post", op, handle_of(sch.group), kwargs)
-        for pair in adapters_of(sch):
-            reduce_pair(pair, reduction)
 
 
 def _check_takes_hooks(sch: Node) -> None:

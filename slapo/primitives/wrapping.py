@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -13,10 +14,8 @@ from slapo.history import describe
 from slapo.hooks import move_hooks
 from slapo.node import Node
 from slapo.sharding.state import layout_of
+from slapo.snapshot import restored_on_error
 from slapo.wrapper import ModuleWrapper, innermost, is_adapted
-
-if TYPE_CHECKING:
-    from slapo.sharding.adapters import Pair
 
 
 def wrap(sch: Node, wrapper: ModuleWrapper) -> None:
@@ -108,14 +107,16 @@ def base_of(sch: Node) -> Node:
     return sch["base_layer"] if is_adapted(innermost(sch.mod)) else sch
 
 
-def adapters_of(sch: Node) -> list[Pair]:
-    """The two matrices of each adapter of a layer."""
-    module = innermost(sch.mod)
-    if not is_adapted(module):
-        return []
-    from slapo.sharding.adapters import pairs_of  # late: for adapted layers only
+def with_adapters(sch: Node, primitive: Callable[[Any], Any]) -> Node:
+    """Apply a primitive to the layer inside adapters; they follow it."""
+    from slapo.sharding import adapters  # late: for adapted layers only
 
-    return pairs_of(module, sch.path)
+    module = innermost(sch.mod)
+    adapters.check_adapters(module, sch.path)
+    with restored_on_error(sch):
+        primitive(base_of(sch))
+        adapters.follow_layer(module)
+    return sch
 
 
 def reduces_within(sch: Node) -> bool:

@@ -1,13 +1,15 @@
 """Low-rank adapters of PEFT around sharded layers.
 
 PEFT adds two matrices to a layer: ``y = W x`` becomes ``W x + s B A x`` (Hu et al., "LoRA: Low-Rank
-Adaptation of Large Language Models", 2021). If ``W`` is sharded by rows, so is ``B``, and each rank
-computes a part of the gradient of ``A``. If ``W`` is sharded by columns, so is ``A``; its small
-output is reduced like that of ``W``, and the full ``B`` acts on the sum.
+Adaptation of Large Language Models", 2021). If ``W`` is sharded by columns, a rank computes with
+the same part of ``A``; the small output is reduced like that of ``W``, and the full ``B`` acts on
+the sum. If ``W`` is sharded by rows, a rank computes with a part of ``B``.
+
+Every rank holds both matrices in full, and sums the gradients that are partial. So values, files
+and further adapters are those of PEFT. A class with properties gives PEFT's own code the part.
 
 Adapters come before the shards or after them. For the latter, a hook of torch's sees each module
-that becomes an attribute of another one: PEFT makes the matrices in full size, by its own rules and
-random values, and they are sharded when they take the place of their layer.
+that becomes an attribute of another one.
 """
 
 from __future__ import annotations
@@ -18,77 +20,107 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from slapo.errors import SlapoError
-from slapo.hooks import move_input_hooks, move_output_hooks
+from slapo.hooks import SHARDING, move_input_hooks, move_output_hooks
 from slapo.sharding.groups import group_size
 from slapo.sharding.layout import PARTIAL, KnownSync
-from slapo.sharding.shards import ShardPlan
-from slapo.sharding.slicing import Cut
-from slapo.sharding.state import Sharding, make_sharding, sharding_of, shards_of
-from slapo.sharding.sync import REDUCTIONS, SyncOp
+from slapo.sharding.partial import own_part
+from slapo.sharding.slicing import is_sharded
+from slapo.sharding.state import Sharding, make_sharding, sharding_of
+from slapo.sharding.sync import REDUCTIONS
 from slapo.sharding.sync_hooks import OutputHook
 from slapo.sharding.tags import PARTIAL_GRAD, has_partial_grad
 from slapo.wrapper import innermost, is_adapted
 
-Pair = tuple[nn.Module, nn.Module]
-
 #: On a layer while PEFT reads its full sizes: those of this rank.
 _OWN_SIZES = "_slapo_own_sizes"
+#: On a table of matrices: the layer that they are adapters of.
+_LAYER = "_slapo_adapted_layer"
 
 
-def pairs_of(module: nn.Module, path: str = "") -> list[Pair]:
-    """The two matrices of each adapter; raise ``ValueError`` for other kinds of adapters."""
-    tables: list[Any] = [module._modules.get(name) for name in ("lora_A", "lora_B")]
-    names = list(innermost(tables[0])._modules) if is_adapted(module) else []
-    if not names or getattr(module, "lora_variant", None):
+class _UsesParts:
+    """A matrix that each rank holds in full; what reads it gets this rank's part."""
+
+    traceable = False
+    weight = property(lambda self: _used(self, "weight"))
+    bias = property(lambda self: _used(self, "bias"))
+
+
+class _Linear(_UsesParts, nn.Linear): ...
+
+
+class _Conv1d(_UsesParts, nn.Conv1d): ...
+
+
+class _Conv2d(_UsesParts, nn.Conv2d): ...
+
+
+class _Conv3d(_UsesParts, nn.Conv3d): ...
+
+
+_CLASSES: dict[type, type] = {cls.__mro__[2]: cls for cls in (_Linear, _Conv1d, _Conv2d, _Conv3d)}
+
+
+def _used(matrix: Any, name: str) -> Tensor | None:
+    tensor, state = matrix._parameters[name], matrix.__dict__[SHARDING]
+    if tensor is None or is_sharded(tensor):  # by FSDP2, which reads what it has set
+        return tensor
+    return own_part(tensor, state.used[name], state.group)
+
+
+def check_adapters(module: nn.Module, path: str = "") -> None:
+    """Raise ``ValueError`` for adapters that are not two matrices."""
+    matrices = [m for table in _tables(module) for m in table._modules.values()]
+    known = {*_CLASSES, *_CLASSES.values()}
+    is_known = matrices and {type(innermost(matrix)) for matrix in matrices} <= known
+    if not is_known or getattr(module, "lora_variant", None):
         raise ValueError(
             f"{repr(path) if path else 'a sharded layer'} has adapters of {type(module).__name__} "
             "that are not two matrices of LoRA, and only these are sharded with their layer; use "
             "one rank for tensor parallelism, and more for data parallelism"
         )
-    first, second = map(innermost, tables)
-    return [(innermost(getattr(first, n)), innermost(getattr(second, n))) for n in names]
 
 
-def shard_pair(pair: Pair, how: Cut, is_row: bool, group: dist.ProcessGroup | None) -> None:
-    """Shard an adapter like the weight of its layer, whose input features `is_row` divides."""
-    first, second = pair
-    shards = [(first, "weight", 1)] if is_row else [(second, name, 0) for name in _names(second)]
-    for module, name, axis in shards:
-        ShardPlan(module, name, replace(how, axis=axis), group).carry_out()
-        module.register_load_state_dict_pre_hook(_slice_full)
-    if not is_row:
-        _sum_gradients(first, group)
+def follow_layer(adapted: nn.Module) -> None:
+    """Make the adapters of a layer, present and future, follow its shards and reductions."""
+    for table in _tables(adapted):
+        table.__dict__[_LAYER] = adapted
+        for matrix in table._modules.values():
+            _follow(adapted, table, innermost(matrix))
 
 
-def reduce_pair(pair: Pair, op: SyncOp) -> None:
-    """Reduce the output of an adapter's first matrix, a partial sum like that of the layer."""
-    first, second = pair
-    first.register_forward_hook(OutputHook(op))
-    state = make_sharding(first, op.group.group)
-    state.syncs = (*state.syncs, KnownSync("fwd_post", op.name, op.axis, op.output()))
-    if op.name == "reduce_scatter":  # the second matrix gets a part of the tokens
-        _sum_gradients(second, op.group.group)
+def _tables(adapted: nn.Module) -> list[Any]:
+    """The first and the second matrices by adapter; empty for other kinds of adapters."""
+    names = ("lora_A", "lora_B") if is_adapted(adapted) else ()
+    return [innermost(getattr(adapted, name)) for name in names]
 
 
-def _slice_full(matrix: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Hook that slices the full values of PEFT's files."""
-    for name, spec in shards_of(matrix).items():
-        full = state_dict.get(prefix + name)
-        if full is not None and full.shape == spec.full_shape:
-            state_dict[prefix + name] = spec.slice(full)
-
-
-def _names(matrix: nn.Module) -> list[str]:
-    return [name for name, tensor in matrix._parameters.items() if tensor is not None]
-
-
-def _sum_gradients(matrix: nn.Module, group: dist.ProcessGroup | None) -> None:
-    for name in _names(matrix):
-        make_sharding(matrix, group).tag(matrix, name, PARTIAL_GRAD[0], True)
+def _follow(adapted: Any, table: nn.Module, matrix: nn.Module) -> None:
+    """Make a matrix follow its layer; another call adds what is new."""
+    base, is_first = innermost(adapted.base_layer), table is _tables(adapted)[0]
+    state = _sharding_over_ranks(base)
+    if state is None:
+        return
+    own, spec = make_sharding(matrix, state.group.group), state.specs.get("weight")
+    tensors = {name: t for name, t in matrix._parameters.items() if t is not None}
+    is_row = state.layout.output == PARTIAL
+    ops = [hook.function for hook in (*state.reducers, *_reductions(base).values()) if is_row]
+    if spec is None:
+        is_partial = has_partial_grad(base._parameters.get("weight"))
+    elif is_partial := is_first == is_row:
+        axis = int(is_row)
+        own.used = {n: replace(spec, axis=axis, full_shape=t.shape) for n, t in tensors.items()}
+        matrix.__class__ = _CLASSES.get(type(matrix), type(matrix))
+    else:  # after a reduce_scatter, the second matrix gets a part of the tokens
+        is_partial = is_first or any(op.name == "reduce_scatter" for op in ops)
+    for op in ops if is_first and not own.syncs else ():
+        matrix.register_forward_hook(OutputHook(op))
+        own.syncs = (*own.syncs, KnownSync("fwd_post", op.name, op.axis, op.output()))
+    for name in tensors if is_partial else ():
+        own.tag(matrix, name, PARTIAL_GRAD[0], True)
 
 
 # --- adapters that come after the shards ---------------------------------------------------------
@@ -103,7 +135,10 @@ def _registered(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     if "peft" not in sys.modules:
         return
     old: Any = parent._modules.get(name)
-    if name == "base_layer" and _is_of_peft(parent) and not is_adapted(parent):
+    layer = parent.__dict__.get(_LAYER)
+    if layer is not None and module is not None:
+        _add(layer, parent, module)
+    elif name == "base_layer" and _is_of_peft(parent) and not is_adapted(parent):
         _show_full_sizes(module)
     elif _is_of_peft(module):
         _take_over(module)
@@ -145,30 +180,34 @@ def _take_over(adapted: Any) -> None:
     full = _hide_full_sizes(base)
     if not (state.specs or is_adapted(adapted)):
         return  # another kind of adapters, around a full layer
-    pairs, spec, group = pairs_of(adapted), state.specs.get("weight"), state.group.group
-    _check_sizes(adapted, pairs, full)
-    is_row = state.layout.output == PARTIAL
-    ops = [hook.function for hook in (*state.reducers, *_reductions(base).values()) if is_row]
-    _move_hooks(base, adapted, base, stay=is_row)
-    for pair in pairs:
-        for parameter in (p for matrix in pair for p in matrix.parameters()):
-            if not parameter.is_meta:  # each rank has drawn its own values
-                dist.broadcast(parameter.detach(), group=group, group_src=0)
-        if spec is not None:
-            parts = spec.parts if spec.copies > 1 else None
-            shard_pair(pair, Cut(spec.axis, spec.blocks, spec.is_uneven, parts), is_row, group)
-        elif has_partial_grad(base._parameters.get("weight")):
-            for matrix in pair:
-                _sum_gradients(matrix, group)
-        for op in ops:
-            reduce_pair(pair, op)
+    check_adapters(adapted)
+    _check_sizes(adapted, full)
+    _move_hooks(base, adapted, base, stay=state.layout.output == PARTIAL)
+    follow_layer(adapted)
+    for matrix in (m for table in _tables(adapted) for m in table._modules.values()):
+        _share_values(matrix, state)
 
 
-def _check_sizes(adapted: nn.Module, pairs: list[Pair], full: tuple[int, ...]) -> None:
-    first: Any
-    second: Any
-    for first, second in pairs:
-        outputs, inputs = second.weight.shape[0], first.weight.shape[1]
+def _share_values(matrix: nn.Module, state: Sharding) -> None:
+    """Give every rank the first rank's values, as each has drawn its own."""
+    for parameter in matrix.parameters():
+        if not parameter.is_meta:
+            dist.broadcast(parameter.detach(), group=state.group.group, group_src=0)
+
+
+def _add(adapted: Any, table: nn.Module, matrix: nn.Module) -> None:
+    """Make a matrix of a further adapter follow the layer; PEFT enters it again with values."""
+    check_adapters(adapted)
+    _follow(adapted, table, innermost(matrix))
+    state = _sharding_over_ranks(innermost(adapted.base_layer))
+    if state is not None:
+        _share_values(matrix, state)
+
+
+def _check_sizes(adapted: nn.Module, full: tuple[int, ...]) -> None:
+    first, second = (table._modules for table in _tables(adapted))
+    for name in first:
+        outputs, inputs = second[name].weight.shape[0], first[name].weight.shape[1]
         if sorted([outputs, inputs]) != sorted(full[:2]):
             raise SlapoError(
                 f"the adapters of {type(adapted).__name__} have {inputs} inputs and {outputs} "

@@ -65,7 +65,7 @@ def _check_unknown(path: str, module: nn.Module, state: Sharding) -> None:
 def _check_sums(path: str, module: nn.Module, state: Sharding) -> None:
     """Raise for a sum of a replicated output or of its gradient."""
     params = list(module.parameters())
-    if not params or any(map(is_tensor_parallel, params)):
+    if not params or state.used or any(map(is_tensor_parallel, params)):
         return
     if _reduces(state) and not state.specs:
         raise SlapoError(

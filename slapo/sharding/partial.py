@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slapo.sharding.collectives import copy_to_group, own_slice
+from slapo.sharding.collectives import copy_to_group
 from slapo.sharding.groups import GroupHandle, group_rank, group_size
+from slapo.sharding.slicing import Cut, ShardSpec, make_spec
 from slapo.sharding.state import Sharding, sharding_of
-from slapo.sharding.steps import PAD, SCATTER, SHARE, carry_out
+from slapo.sharding.steps import PAD, PART, SHARE, carry_out
 from slapo.sharding.tags import PARTIAL_GRAD
 from slapo.wrapper import MadeClass
 
@@ -41,21 +41,22 @@ class _Share(torch.autograd.Function):
 
 
 class _OwnPart(torch.autograd.Function):
-    """This rank's slice of a vector; the gradient is zero-padded to a summand."""
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, spec: ShardSpec, handle: GroupHandle) -> Tensor:
+        ctx.spec, ctx.handle = spec, handle
+        return carry_out(PART, lambda t, _, spec: spec.slice(t), full, handle.group, spec=spec)
 
     @staticmethod
-    def forward(ctx: Any, vector: Tensor, handle: GroupHandle) -> Tensor:
-        ctx.handle, ctx.size = handle, vector.shape[0]
-        return carry_out(SCATTER, own_slice, vector, handle.group, axis=0)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        spec, group = ctx.spec, ctx.handle.group
+        return carry_out(PAD, lambda t, _, spec: spec.pad(t), grad, group, spec=spec), None, None
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        def padded(part: Tensor, group: dist.ProcessGroup | None, axis: int) -> Tensor:
-            whole, rank = part.new_zeros(ctx.size), group_rank(group)
-            whole[rank * len(part) : (rank + 1) * len(part)] = part
-            return whole
 
-        return carry_out(PAD, padded, grad, ctx.handle.group, axis=0), None
+def own_part(full: Tensor, spec: ShardSpec, group: GroupHandle) -> Tensor:
+    """This rank's part of a replicated tensor; its gradient, padded with zeros, is a summand."""
+    if group_size(group.group) == 1:
+        return full
+    return cast(Tensor, _OwnPart.apply(full, spec, group))
 
 
 class PartialSumMixin:
@@ -83,10 +84,6 @@ class PartialSumMixin:
         output = output + bias.to(output.dtype).view(-1, *[1] * self._bias_dims)
         return type(self)._finish(self, output)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle the original class, since this one is created at run time."""
-        return _new, (self._original,), self.__dict__
-
 
 class _DeferringClass(MadeClass):
     @property
@@ -96,11 +93,6 @@ class _DeferringClass(MadeClass):
 
 
 copyreg.pickle(_DeferringClass, lambda cls: cls._slapo_made)
-
-
-def _new(original: type[nn.Module]) -> nn.Module:
-    cls = _deferring_class(original)
-    return cls.__new__(cls)
 
 
 def _linear(module: Any, input: Tensor) -> Tensor:
@@ -238,9 +230,11 @@ class _BiasPart:
     def __call__(self, bias: Tensor, dims: int) -> Tensor:
         if self.sums:
             bias = copy_to_group(bias, self.group.group)
-        if self.axis % dims != self.channel_axis % dims or group_size(self.group.group) == 1:
+        if self.axis % dims != self.channel_axis % dims:
             return bias
-        return cast(Tensor, _OwnPart.apply(bias, self.group))
+        group = self.group.group
+        spec = make_spec(bias.shape, Cut(0), group_rank(group), group_size(group))
+        return own_part(bias, spec, self.group)
 
 
 def _known_product(cls: type[nn.Module]) -> tuple[Product, int, Product] | None:

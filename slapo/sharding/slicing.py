@@ -65,6 +65,15 @@ class ShardSpec:
         ]
         return parts[0].clone() if len(parts) == 1 else torch.cat(parts, self.axis)
 
+    def pad(self, local: Tensor) -> Tensor:
+        """Return a tensor of the full shape with this rank's part and zeros."""
+        full = local.new_zeros(self.full_shape)
+        blocks = full.split(list(self.blocks), self.axis)
+        parts = local.split(self.local_blocks(), self.axis)
+        for block, size, part in zip(blocks, self.blocks, parts, strict=True):
+            block.narrow(self.axis, *self.share(size)).copy_(part)
+        return full
+
     def gather(self, local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         """Return the full tensor from all parts; every rank of the group must call it."""
         if self.world_size == 1:

@@ -35,6 +35,8 @@ class Sharding:
     group: GroupHandle
     #: tensor name -> its slice
     specs: dict[str, ShardSpec] = field(default_factory=dict)
+    #: tensor name -> the part that this rank computes with, of a tensor that it holds in full
+    used: dict[str, ShardSpec] = field(default_factory=dict)
     #: attribute -> its value before sharding
     sizes: dict[str, Any] = field(default_factory=dict)
     #: layout of the bare module, before any sync

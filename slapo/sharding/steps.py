@@ -42,8 +42,9 @@ SCATTER = Step("scatter", "replicate", "shard", gives_along="axis", communicates
 ALL_TO_ALL = Step("all_to_all", "shard", "shard", "concat_axis", "split_axis")
 #: 1/n of a tensor in the forward pass, so that a sum over n ranks adds it once.
 SHARE = Step("share", "replicate", "partial", communicates=False)
-#: This rank's slice padded with zeros: the gradient of a scattered vector.
-PAD = Step("pad", "shard", "partial", takes_along="axis", communicates=False)
+#: This rank's part of a tensor, by its ShardSpec; the gradient of it, padded with zeros.
+PART = Step("part", "replicate", "shard", communicates=False)
+PAD = Step("pad", "shard", "partial", communicates=False)
 #: For a slice that several ranks hold: sums their gradients to that of the slice.
 SUM_SHARED = Step("sum_shared", "part", "share")
 #: For inputs: the first rank's tensor on every rank of the group; no gradient.
@@ -51,7 +52,7 @@ BROADCAST = Step("broadcast", "replicate", "replicate")
 MASK_TOKENS = Step("mask_tokens", "replicate", "masked", communicates=False)
 
 STEPS: tuple[Step, ...] = (ALL_REDUCE, COPY, ALL_GATHER, REDUCE_SCATTER, SCATTER, ALL_TO_ALL)
-STEPS += (SHARE, PAD, MASK_TOKENS, SUM_SHARED, BROADCAST)
+STEPS += (SHARE, PART, PAD, MASK_TOKENS, SUM_SHARED, BROADCAST)
 
 #: Called with the step, the function that runs it, the tensor, the group and further arguments.
 Carrier = Callable[..., Tensor]

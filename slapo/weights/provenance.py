@@ -261,7 +261,7 @@ def note_origins(model: nn.Module) -> Original:
 def note_adapters(model: nn.Module, original: Original) -> None:
     """Count PEFT adapters that were added to a scheduled model among its original tensors."""
     configs = getattr(innermost(model), "peft_config", None)
-    if not configs or original.adapters:
+    if not configs:
         return
     original.adapters = copy.deepcopy(configs)
     for name, module, leaf in places(model):
@@ -303,8 +303,6 @@ def _as_pieces(tensor: Tensor, written: Any, shape: torch.Size) -> Pieced | None
 
 def write_down(model: nn.Module, original: Original | None = None) -> None:
     """Store origins on modules too, as copies of tensors lose them."""
-    if original is not None:
-        note_adapters(model, original)
     for _, module, leaf in places(model):
         if is_lazy(tensor_at(module, leaf)):
             continue
@@ -337,5 +335,7 @@ def places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 def tensor_at(module: nn.Module, leaf: str) -> Tensor:
     """Return the tensor that a module has under a name."""
-    found: Tensor = getattr(module, leaf)
+    # An adapter's matrix returns a part when it is read as an attribute.
+    own: Any = module._parameters if leaf in module._parameters else vars(module)
+    found: Tensor = own[leaf] if leaf in own else getattr(module, leaf)
     return found

@@ -14,7 +14,7 @@ from torch import nn
 
 import slapo
 from slapo.model_schedule import apply_schedule
-from slapo.sharding.whole_steps import slices_of
+from slapo.sharding.state import sharding_of
 from slapo.verify.placement.offline import fake_world
 from tests.distributed import run_distributed
 from tests.fingerprint import refused
@@ -180,13 +180,18 @@ def equals_one_process(
     loss.backward()
     compare_adapters(model, plain)
     slapo.save_pretrained(built, f"{where}/adapters")
-    if rank == 0:  # the files that PEFT would have written
+    if rank == 0:  # the files that PEFT writes, for the full model or for this one
         plain.save_pretrained(f"{where}/plain")
+        model.save_pretrained(f"{where}/own")
         files = sorted(path.name for path in Path(where, "adapters").iterdir())
         assert files == ["adapter_config.json", "adapter_model.safetensors"]
-        read, theirs = (load_file(f"{where}/{n}/{files[1]}") for n in ("adapters", "plain"))
-        assert read.keys() == theirs.keys()
-        assert all(torch.equal(read[name], value) for name, value in theirs.items())
+        read, theirs, own = (
+            load_file(f"{where}/{n}/{files[1]}") for n in ("adapters", "plain", "own")
+        )
+        assert read.keys() == theirs.keys() == own.keys()
+        for name, value in theirs.items():
+            assert torch.equal(read[name], value)
+            assert torch.equal(own[name], value)
         again = type(plain).from_pretrained(MODELS[key].build(), f"{where}/adapters")
         torch.testing.assert_close(again(**inputs).loss, loss, atol=1e-6, rtol=1e-5)
     merged_alone = plain.eval().merge_and_unload()
@@ -200,18 +205,20 @@ def equals_one_process(
 
 
 def compare_adapters(model: Any, plain: Any) -> None:
-    """Adapters and their gradients equal those of `plain`, and one of each two is sharded."""
-    specs = slices_of(model)
+    """Adapters and their gradients equal those of `plain`, whole on every rank."""
     found = zip(model.parameters(), plain.parameters(), strict=True)
     adapters = [(mine, whole) for mine, whole in found if whole.requires_grad]
-    assert sum(id(mine) in specs for mine, _ in adapters) * 2 == len(adapters) > 3
-    mine: Any
-    whole: Any
+    assert len(adapters) > 3
     for mine, whole in adapters:
-        spec = specs.get(id(mine))
-        for tensor, full in ((mine, whole), (mine.grad, whole.grad)):
-            part = full if spec is None else spec.slice(full)
-            torch.testing.assert_close(tensor, part, atol=2e-6, rtol=1e-4)
+        torch.testing.assert_close(mine, whole, atol=2e-6, rtol=1e-4)
+        torch.testing.assert_close(mine.grad, whole.grad, atol=2e-6, rtol=1e-4)
+    # One matrix of each pair is used in part, and its attributes are that part.
+    used = [m for m in model.modules() if getattr(sharding_of(m), "used", None)]
+    uses = [m for m in used if m._parameters["weight"].requires_grad]
+    assert len(uses) * 2 == sum(
+        "weight" in name for name, p in model.named_parameters() if p.requires_grad
+    )
+    assert all(m.weight.numel() * 2 == m._parameters["weight"].numel() for m in uses)
 
 
 @pytest.mark.parametrize(
@@ -234,28 +241,44 @@ def pair_by_hand(inner: nn.Module) -> Any:
 
 
 def by_hand(rank: int, world_size: int, order: str) -> None:
-    plain = adapted(Pair(), "0", "2")
+    plain = lively(adapted(Pair(), "0", "2"))
     if order == "adapters, schedule":
-        model = copy.deepcopy(lively(plain))
+        model = copy.deepcopy(plain)
         sch = pair_by_hand(model.base_model.model)
     else:
         sch = pair_by_hand(Pair())
     if order == "schedule, build, adapters":
         slapo.build(sch)
-        model = adapted(sch.mod, "0", "2")
+        model = lively(adapted(sch.mod, "0", "2"))
     elif order == "schedule, adapters, build":
-        model = adapted(sch.mod, "0", "2")
+        model = lively(adapted(sch.mod, "0", "2"))
     if order != "schedule, build, adapters":
         slapo.check(sch, torch.ones(2, 4))
         slapo.build(sch)
     compare_pair(model, plain)
     compare_adapters(model, plain)
+    second = peft_config(r=3, target_modules=["0", "2"], init_lora_weights=False)
+    for one in (model, plain):
+        torch.manual_seed(7 + rank * (one is model))  # the first rank's values count
+        one.add_adapter("second", second)
+        one.set_adapter("second")
+    compare_pair(model, plain)
+    compare_adapters(model, plain)
+    for one in (model, plain):
+        one.base_model.set_adapter(["default", "second"])
+    compare_pair(model, plain)
     # The merged layers have their syncs again.
     merged, alone = (one.merge_and_unload().requires_grad_() for one in (model, plain))
     compare_pair(merged, alone)
     again, alone = (adapted(one, "0", "2") for one in (merged, alone))
     compare_pair(again, alone)
     compare_adapters(again, alone)
+    with pytest.raises(ValueError, match="are not two matrices of LoRA"):
+        again.add_adapter("dora", peft_config(target_modules=["0"], use_dora=True))
+
+
+def peft_config(**options: Any) -> Any:
+    return pytest.importorskip("peft").LoraConfig(**options)
 
 
 def compare_pair(model: Any, plain: Any) -> None:
@@ -338,6 +361,43 @@ def in_an_engine(rank: int, world_size: int, folder: str) -> None:
 def test_adapters_in_an_engine_and_from_files(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     run_distributed(in_an_engine, 2, str(tmp_path))
+
+
+def in_other_layouts(rank: int, world_size: int, folder: str) -> None:
+    """Adapters between schedule and build: replicas by FSDP2, and stages."""
+    batch = tokens(4, 8)
+
+    def adamw(parameters: Any) -> Any:
+        return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=1e-2)
+
+    plain = adapted(MODELS["llama"].build(), *ADAPTED["llama"])
+    optimizer, wanted = adamw(plain.parameters()), []
+    for _ in range(2):
+        optimizer.zero_grad()
+        wanted.append(plain(**batch).loss)
+        wanted[-1].backward()
+        optimizer.step()
+    for sizes, cuts, options in (
+        ({"dp": 2}, {}, {"data_parallel": "fsdp"}),
+        ({"pp": 2}, {"pipeline_cuts": 2, "example_inputs": batch}, {"micro_batches": 2}),
+    ):
+        mesh = slapo.init_mesh(tp=2, device="cpu", **sizes)
+        sch = apply_schedule(MODELS["llama"].build(), "llama", mesh=mesh, **cuts)
+        adapted(sch.mod, *ADAPTED["llama"], seed=3 + rank % 2)
+        given: Any = {"loss_fn": lambda output, labels: output.loss, "optimizer": adamw, **options}
+        engine, _ = slapo.build(sch, target="torch", mesh=mesh, **given)
+        part = dict(batch)
+        if "dp" in sizes:
+            part = {name: t.chunk(2)[mesh["dp"].get_local_rank()] for name, t in batch.items()}
+        for loss in wanted:
+            found = engine.train_batch(iter([(dict(part), part["labels"])]))
+            torch.testing.assert_close(found, loss.detach(), atol=1e-5, rtol=1e-5)
+        engine.save(f"{folder}/{next(iter(sizes))}")
+
+
+def test_adapters_in_other_layouts(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    run_distributed(in_other_layouts, 4, str(tmp_path))
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])

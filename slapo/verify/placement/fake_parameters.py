@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from slapo.node import Numbers
 from slapo.pipeline.pipelined import unstaged
 from slapo.sharding.state import sharding_of
 from slapo.sharding.tags import apply_tags, new_parameter
-from slapo.verify.placement.place import WHOLE, Origin, Place, put_place, share_of_whole, sliced
+from slapo.verify.placement.place import WHOLE, Origin, Place, of_spec, put_place, sliced
 from slapo.weights.slots import Slot, compiled_parameters, exchanged, slots
 from slapo.wrapper import innermost
 
@@ -124,11 +123,7 @@ def _place(slot: Slot, name: str) -> Place:
         return sliced(axes[0]) if len(axes) == 1 else WHOLE
     if spec.world_size == 1:
         return WHOLE
-    blocks = spec.local_blocks()
-    uneven = share_of_whole(blocks[0], spec.blocks[0], spec.parts)
-    share = uneven if spec.copies == 1 else Fraction(1, spec.parts)
-    birth = Origin("shard", name.rpartition(".")[0])
-    return replace(sliced(spec.axis, blocks, share), birth=birth, copies=spec.copies)
+    return replace(of_spec(spec), birth=Origin("shard", name.rpartition(".")[0]))
 
 
 @contextmanager

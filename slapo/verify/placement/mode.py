@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from slapo.random import get_rng_tracker
 from slapo.sharding.groups import group_rank, group_size, share_of
-from slapo.sharding.steps import SHARE, SUM_SHARED, Step
+from slapo.sharding.steps import PAD, PART, SHARE, SUM_SHARED, Step
 
 # Imports register rules, including those of products and spatial operations.
 from slapo.verify.placement import einsum_rules as einsum_rules
@@ -32,6 +32,7 @@ from slapo.verify.placement.place import (
     Place,
     PlacementViolation,
     Stop,
+    of_spec,
     own_draws,
     place_of,
     put_place,
@@ -204,13 +205,12 @@ class PlaceMode(OperationLog):
         """Check a tensor-parallel step against its input, and run it without communication."""
         if not self.is_watching():
             return function(tensor, group, **arguments)
-        place, axis = place_of(tensor), arguments.get(step.takes_along)
-        total = arguments.get("total")
+        place = place_of(tensor)
         # Steps for masked tokens and for 1/n of a tensor have no group; a shared slice has a group
         # of its own.
         other = step.gives == MASKED or step in (SHARE, SUM_SHARED)
         wrong = None if other else self._other_ranks(group)
-        why = "" if wrong else self._wrong_for(step, place, axis, tensor, total)
+        why = "" if wrong else self._wrong_for(step, place, tensor, arguments)
         wrong = PlacementViolation(why) if why else wrong
         if wrong is not None:
             raise self.stop(step.name, [tensor], [place], wrong, step)
@@ -233,8 +233,15 @@ class PlaceMode(OperationLog):
         return PlacementViolation(why, Fault.GROUP)
 
     def _wrong_for(
-        self, step: Step, place: Place, axis: int | None, tensor: Tensor, total: int | None
+        self, step: Step, place: Place, tensor: Tensor, arguments: dict[str, Any]
     ) -> str:
+        if step == PAD:
+            part = of_spec(arguments["spec"])
+            # If several ranks hold a part, each computes a summand of its gradient.
+            part = replace(part, is_part=part.copies > 1)
+            fits = place.is_slice and place.dim == part.dim and place.is_cut_as(part)
+            return "" if fits else f"the gradient of {part} is {place}"
+        axis, total = arguments.get(step.takes_along), arguments.get("total")
         if step == SUM_SHARED:
             return (
                 ""
@@ -260,6 +267,8 @@ class PlaceMode(OperationLog):
 
     def _given_by(self, step: Step, tensor: Tensor, arguments: dict[str, Any]) -> Place:
         """Placement of the result of a step."""
+        if step == PART:
+            return of_spec(arguments["spec"])
         if step.gives == "shard":
             axis = arguments[step.gives_along]
             size = tensor.shape[axis]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slapo.errors import SlapoError
 from slapo.sharding.layout import written
+from slapo.sharding.slicing import ShardSpec
 from slapo.sharding.steps import Step
 
 REPLICATE, PARTIAL, SHARD, MASKED, OWN = "replicate", "partial", "shard", "masked", "own"
@@ -162,6 +163,14 @@ def sliced(dim: int, blocks: Sequence[int] = (), share: Fraction | None = None) 
 def share_of_whole(own: int, total: int | None, ranks: int) -> Fraction | None:
     """A rank's fraction of an unevenly cut dimension; None if it is cut evenly."""
     return None if total is None or total % ranks == 0 else Fraction(own, total)
+
+
+def of_spec(spec: ShardSpec) -> Place:
+    """The placement of slices."""
+    blocks = spec.local_blocks()
+    uneven = share_of_whole(blocks[0], spec.blocks[0], spec.parts)
+    share = uneven if spec.copies == 1 else Fraction(1, spec.parts)
+    return replace(sliced(spec.axis, blocks, share), copies=spec.copies)
 
 
 class PlacementViolation(Exception):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from slapo.sharding.steps import ALL_GATHER, ALL_REDUCE, COPY, PAD, REDUCE_SCATTER, SCATTER, Step
+from slapo.sharding.steps import ALL_GATHER, ALL_REDUCE, COPY, REDUCE_SCATTER, SCATTER, Step
 from slapo.verify.placement.call import Call, Rule, by_rule
 from slapo.verify.placement.place import OWN, WHOLE, Place, PlacementViolation, sliced
 from slapo.verify.placement.pointwise import is_pointwise
@@ -26,7 +26,7 @@ _BY_ROWS += ("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm
 _BY_ROWS += ("_fused_rms_norm_backward", "empty_like", "ones_like", "zeros_like")
 _BY_ROWS += (*REDUCTIONS, *VIEWS)
 #: Collectives that accept rows in another order.
-STEPS = (ALL_REDUCE, COPY, ALL_GATHER, PAD, REDUCE_SCATTER, SCATTER)
+STEPS = (ALL_REDUCE, COPY, ALL_GATHER, REDUCE_SCATTER, SCATTER)
 
 
 def is_shuffled(places: Sequence[Place]) -> bool:
@@ -84,7 +84,7 @@ def _misfit(call: Call) -> PlacementViolation:
 # --- steps -------------------------------------------------------------------------------
 def may_shuffle(step: Step, place: Place) -> bool:
     """Return True if a step turns slices in blocks into rows in rank order."""
-    return step in (ALL_GATHER, PAD) and place.dim == 0 and place.share is None and not place.order
+    return step == ALL_GATHER and place.dim == 0 and place.share is None and not place.order
 
 
 def given_by(step: Step, place: Place, given: Place) -> Place:
@@ -92,7 +92,7 @@ def given_by(step: Step, place: Place, given: Place) -> Place:
 
     A gather of slices in blocks gives rank order; a scatter along the rows gives such slices.
     """
-    if step in (ALL_GATHER, PAD) and place.blocks:
+    if step == ALL_GATHER and place.blocks:
         return replace(given, shuffled=place.dim, order=place.blocks)
     if place.order and given.is_slice and given.dim == place.shuffled:
         return given.along(given.dim, place.order)
