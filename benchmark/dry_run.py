@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -154,8 +154,8 @@ def run(quick: bool, progress: Progress) -> Result:
 
 
 def _run(quick: bool, progress: Progress, result: Result) -> Result:
-    spent, here = timed(lambda: calibrate(progress, 0.5 if quick else 20.0))
-    times = list(_step_rows(QUICK_CASES if quick else STEP_CASES, here, progress))
+    spent, _ = timed(lambda: calibrate(progress, 0.5 if quick else 20.0))
+    times = list(_step_rows(QUICK_CASES if quick else STEP_CASES, 0.5 if quick else 5.0, progress))
     memory = list(_memory_rows(QUICK_CASES if quick else MEMORY_CASES, progress))
     layouts = list(_layout_rows(quick, progress))
     result.rows = [_with_all_columns(row) for row in (*times, *memory, *layouts)]
@@ -225,11 +225,15 @@ def _largest(rows: Sequence[Mapping[str, Any]]) -> float:
 
 # --- step time -----------------------------------------------------------------------------------
 def _step_rows(
-    cases: Sequence[Case], here: Machine, progress: Progress
+    cases: Sequence[Case], seconds: float, progress: Progress
 ) -> Iterator[dict[str, Any]]:
+    # A shared machine changes its speed within seconds: calibrate before and after each step.
+    before = calibrate(seconds=seconds)
     for number, case in enumerate(cases, 1):
-        predicted = 1e3 * case.predict(here).time.total
         measured = 1e3 * measure_step(case)
+        after = calibrate(seconds=seconds)
+        predicted = 1e3 * mean(case.predict(here).time.total for here in (before, after))
+        before = after
         error = predicted / measured - 1
         progress(
             f"step {number} of {len(cases)}, {case}: predicted {predicted:.1f} ms, "

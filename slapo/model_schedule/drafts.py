@@ -186,8 +186,8 @@ def draft(
 def draft_in_group(model: nn.Module, inputs: Any, group: Any) -> Draft:
     """Derive a recipe on all ranks of a group and check it on them together.
 
-    Low-rank adapters are left out: they are sharded with their layers. Raises PlacementError if the
-    check refuses the last attempt too.
+    Low-rank adapters are left out: they follow the shards of their layers. Raises PlacementError if
+    the check refuses the last attempt too.
     """
     model = _without_adapters(model)
 

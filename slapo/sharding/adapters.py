@@ -6,7 +6,7 @@ the same part of ``A``; the small output is reduced like that of ``W``, and the 
 the sum. If ``W`` is sharded by rows, a rank computes with a part of ``B``.
 
 Every rank holds both matrices in full, and sums the gradients that are partial. So values, files
-and further adapters are those of PEFT. A class with properties gives PEFT's own code the part.
+and further adapters are those of PEFT.
 
 Adapters come before the shards or after them. For the latter, a hook of torch's sees each module
 that becomes an attribute of another one.
@@ -16,19 +16,21 @@ from __future__ import annotations
 
 import functools
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from slapo.errors import SlapoError
 from slapo.hooks import SHARDING, move_input_hooks, move_output_hooks
+from slapo.random import get_rng_tracker
 from slapo.sharding.groups import group_size
 from slapo.sharding.layout import PARTIAL, KnownSync
 from slapo.sharding.partial import own_part
-from slapo.sharding.slicing import is_sharded
 from slapo.sharding.state import Sharding, make_sharding, sharding_of
 from slapo.sharding.sync import REDUCTIONS
 from slapo.sharding.sync_hooks import OutputHook
@@ -42,11 +44,15 @@ _LAYER = "_slapo_adapted_layer"
 
 
 class _UsesParts:
-    """A matrix that each rank holds in full; what reads it gets this rank's part."""
+    """A matrix that each rank holds in full, and computes with its part of."""
 
     traceable = False
-    weight = property(lambda self: _used(self, "weight"))
-    bias = property(lambda self: _used(self, "bias"))
+
+    def forward(self: Any, x: Tensor) -> Any:
+        """Compute with this rank's part of the tensors."""
+        state, product = self.__dict__[SHARDING], getattr(self, "_conv_forward", F.linear)
+        parts = {n: own_part(getattr(self, n), spec, state.group) for n, spec in state.used.items()}
+        return product(x, parts["weight"], parts.get("bias"))
 
 
 class _Linear(_UsesParts, nn.Linear): ...
@@ -64,11 +70,38 @@ class _Conv3d(_UsesParts, nn.Conv3d): ...
 _CLASSES: dict[type, type] = {cls.__mro__[2]: cls for cls in (_Linear, _Conv1d, _Conv2d, _Conv3d)}
 
 
-def _used(matrix: Any, name: str) -> Tensor | None:
-    tensor, state = matrix._parameters[name], matrix.__dict__[SHARDING]
-    if tensor is None or is_sharded(tensor):  # by FSDP2, which reads what it has set
-        return tensor
-    return own_part(tensor, state.used[name], state.group)
+class _Dropout(nn.Dropout):
+    """Draws another mask on every rank, as its input is a slice."""
+
+    traceable = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Draw from the tensor-parallel random state."""
+        with get_rng_tracker().fork() if self.training else nullcontext():
+            return super().forward(input)
+
+
+class _PartOfDelta:
+    """``get_delta_weight`` of a sharded layer, by which PEFT merges adapters."""
+
+    def __init__(self, adapted: nn.Module) -> None:
+        self.adapted = adapted
+
+    def __call__(self, adapter: str) -> Tensor:
+        layer: Any = self.adapted
+        base: Any = innermost(layer.base_layer)
+        full: Tensor = type(layer).get_delta_weight(layer, adapter)
+        state = _sharding_over_ranks(base)
+        if state is None or "weight" not in state.specs:
+            return full
+        bias: Any = innermost(layer.lora_B[adapter]).bias
+        if bias is not None and bias.shape != base.bias.shape:
+            raise SlapoError(
+                f"the bias of the adapter {adapter!r} has {len(bias)} elements, and this rank's "
+                f"part of its layer's bias {len(base.bias)}, so PEFT cannot merge them; save the "
+                "adapters, and merge them into the full model"
+            )
+        return state.specs["weight"].slice(full)
 
 
 def check_adapters(module: nn.Module, path: str = "") -> None:
@@ -79,7 +112,7 @@ def check_adapters(module: nn.Module, path: str = "") -> None:
     if not is_known or getattr(module, "lora_variant", None):
         raise ValueError(
             f"{repr(path) if path else 'a sharded layer'} has adapters of {type(module).__name__} "
-            "that are not two matrices of LoRA, and only these are sharded with their layer; use "
+            "that are not two matrices of LoRA, and only these can follow a sharded layer; use "
             "one rank for tensor parallelism, and more for data parallelism"
         )
 
@@ -88,6 +121,7 @@ def follow_layer(adapted: nn.Module) -> None:
     """Make the adapters of a layer, present and future, follow its shards and reductions."""
     for table in _tables(adapted):
         table.__dict__[_LAYER] = adapted
+        adapted.__dict__["get_delta_weight"] = _PartOfDelta(adapted)
         for matrix in table._modules.values():
             _follow(adapted, table, innermost(matrix))
 
@@ -116,6 +150,9 @@ def _follow(adapted: Any, table: nn.Module, matrix: nn.Module) -> None:
         matrix.__class__ = _CLASSES.get(type(matrix), type(matrix))
     else:  # after a reduce_scatter, the second matrix gets a part of the tokens
         is_partial = is_first or any(op.name == "reduce_scatter" for op in ops)
+    for dropout in adapted.lora_dropout.values() if spec is not None and is_row else ():
+        if type(dropout) is nn.Dropout:
+            dropout.__class__ = _Dropout
     for op in ops if is_first and not own.syncs else ():
         matrix.register_forward_hook(OutputHook(op))
         own.syncs = (*own.syncs, KnownSync("fwd_post", op.name, op.axis, op.output()))

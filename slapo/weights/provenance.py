@@ -335,7 +335,5 @@ def places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 def tensor_at(module: nn.Module, leaf: str) -> Tensor:
     """Return the tensor that a module has under a name."""
-    # An adapter's matrix returns a part when it is read as an attribute.
-    own: Any = module._parameters if leaf in module._parameters else vars(module)
-    found: Tensor = own[leaf] if leaf in own else getattr(module, leaf)
+    found: Tensor = getattr(module, leaf)
     return found

@@ -103,12 +103,16 @@ def test_a_wrapped_model(key: str) -> None:
 
 
 # --- adapters ------------------------------------------------------------------------------------
-def adapted(model: nn.Module, *targets: str, seed: int = 3) -> Any:
+def adapted(model: nn.Module, *targets: str, seed: int = 3, **options: Any) -> Any:
     peft = pytest.importorskip("peft")
     torch.manual_seed(seed)
     transposed = any(target.startswith("c_") for target in targets)  # of GPT-2
     config = peft.LoraConfig(
-        r=2, target_modules=list(targets), init_lora_weights=False, fan_in_fan_out=transposed
+        r=2,
+        target_modules=list(targets),
+        init_lora_weights=False,
+        fan_in_fan_out=transposed,
+        **options,
     )
     return peft.get_peft_model(model, config)
 
@@ -212,13 +216,16 @@ def compare_adapters(model: Any, plain: Any) -> None:
     for mine, whole in adapters:
         torch.testing.assert_close(mine, whole, atol=2e-6, rtol=1e-4)
         torch.testing.assert_close(mine.grad, whole.grad, atol=2e-6, rtol=1e-4)
-    # One matrix of each pair is used in part, and its attributes are that part.
+    # Each rank computes with a part of one matrix of each pair.
     used = [m for m in model.modules() if getattr(sharding_of(m), "used", None)]
-    uses = [m for m in used if m._parameters["weight"].requires_grad]
+    uses = [m for m in used if m.weight.requires_grad]
     assert len(uses) * 2 == sum(
         "weight" in name for name, p in model.named_parameters() if p.requires_grad
     )
-    assert all(m.weight.numel() * 2 == m._parameters["weight"].numel() for m in uses)
+    assert all(
+        2 * m.used["weight"].local_shape.numel() == m.used["weight"].full_shape.numel()
+        for m in map(sharding_of, uses)
+    )
 
 
 @pytest.mark.parametrize(
@@ -311,6 +318,33 @@ class Pair(nn.Module):
 def test_adapters_by_hand(order: str) -> None:
     pytest.importorskip("peft")
     run_distributed(by_hand, 2, order)
+
+
+@pytest.mark.parametrize("comes_last", [False, True])
+def test_dropout_of_adapters(comes_last: bool) -> None:
+    """Each rank draws its own mask for a slice, and the common one for a replicated input."""
+    pytest.importorskip("peft")
+    slapo.set_random_seed(3)
+    inputs, state = torch.ones(64, 4), torch.get_rng_state()
+    with fake_world(2):
+        if comes_last:
+            sch = pair_by_hand(Pair())
+            model = adapted(sch.mod, "0", "2", lora_dropout=0.5)
+        else:
+            model = adapted(Pair(), "0", "2", lora_dropout=0.5)
+            sch = pair_by_hand(model.base_model.model)
+        slapo.check(sch, inputs)
+        kept = []
+        layers = model.base_model.model.layers
+        for layer, width in ((layers[0], 4), (layers[2], 4)):
+            torch.set_rng_state(state)
+            kept.append(layer.lora_dropout["default"](torch.ones(64, width)))
+            torch.set_rng_state(state)
+            kept.append(torch.dropout(torch.ones(64, width), 0.5, True))
+        assert torch.equal(kept[0], kept[1])
+        assert not torch.equal(kept[2], kept[3])
+        dropout = layers[2].lora_dropout["default"].eval()
+        assert torch.equal(dropout(inputs), inputs)
 
 
 def test_adapters_of_other_kinds_change_nothing() -> None:
