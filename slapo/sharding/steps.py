@@ -43,8 +43,8 @@ ALL_TO_ALL = Step("all_to_all", "shard", "shard", "concat_axis", "split_axis")
 #: 1/n of a tensor in the forward pass, so that a sum over n ranks adds it once.
 SHARE = Step("share", "replicate", "partial", communicates=False)
 #: This rank's part of a tensor, by its ShardSpec; the gradient of it, padded with zeros.
-PART = Step("part", "replicate", "shard", communicates=False)
-PAD = Step("pad", "shard", "partial", communicates=False)
+PART = Step("part", "replicate", "shard", gives_along="spec.axis", communicates=False)
+PAD = Step("pad", "shard", "partial", takes_along="spec.axis", communicates=False)
 #: For a slice that several ranks hold: sums their gradients to that of the slice.
 SUM_SHARED = Step("sum_shared", "part", "share")
 #: For inputs: the first rank's tensor on every rank of the group; no gradient.
