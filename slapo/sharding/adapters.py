@@ -106,10 +106,12 @@ class _PartOfDelta:
 
 def check_adapters(module: nn.Module, path: str = "") -> None:
     """Raise ``ValueError`` for adapters that are not two matrices."""
-    matrices = [m for table in _tables(module) for m in table._modules.values()]
-    known = {*_CLASSES, *_CLASSES.values()}
-    is_known = matrices and {type(innermost(matrix)) for matrix in matrices} <= known
-    if not is_known or getattr(module, "lora_variant", None):
+    kinds = {type(matrix) for matrix in _matrices(module)}
+    if (
+        not kinds
+        or kinds - {*_CLASSES, *_CLASSES.values()}
+        or getattr(module, "lora_variant", None)
+    ):
         raise ValueError(
             f"{repr(path) if path else 'a sharded layer'} has adapters of {type(module).__name__} "
             "that are not two matrices of LoRA, and only these can follow a sharded layer; use "
@@ -119,9 +121,9 @@ def check_adapters(module: nn.Module, path: str = "") -> None:
 
 def follow_layer(adapted: nn.Module) -> None:
     """Make the adapters of a layer, present and future, follow its shards and reductions."""
+    adapted.__dict__["get_delta_weight"] = _PartOfDelta(adapted)
     for table in _tables(adapted):
         table.__dict__[_LAYER] = adapted
-        adapted.__dict__["get_delta_weight"] = _PartOfDelta(adapted)
         for matrix in table._modules.values():
             _follow(adapted, table, innermost(matrix))
 
@@ -130,6 +132,10 @@ def _tables(adapted: nn.Module) -> list[Any]:
     """The first and the second matrices by adapter; empty for other kinds of adapters."""
     names = ("lora_A", "lora_B") if is_adapted(adapted) else ()
     return [innermost(getattr(adapted, name)) for name in names]
+
+
+def _matrices(adapted: nn.Module) -> list[nn.Module]:
+    return [innermost(m) for table in _tables(adapted) for m in table._modules.values()]
 
 
 def _follow(adapted: Any, table: nn.Module, matrix: nn.Module) -> None:
@@ -163,7 +169,7 @@ def _follow(adapted: Any, table: nn.Module, matrix: nn.Module) -> None:
 # --- adapters that come after the shards ---------------------------------------------------------
 @functools.cache
 def follow_adapters() -> None:
-    """From now on, shard the adapters that are put around sharded layers."""
+    """From now on, make adapters that are put around sharded layers follow them."""
     register_module_module_registration_hook(_registered)
 
 
@@ -209,7 +215,7 @@ def _hide_full_sizes(base: Any) -> tuple[int, ...]:
 
 
 def _take_over(adapted: Any) -> None:
-    """Shard new adapters with their layer, and run the layer's hooks around both."""
+    """Make new adapters follow their layer, and run the layer's hooks around both."""
     base = adapted.base_layer
     state = _sharding_over_ranks(base)
     if state is None or any(sharding_of(m) for m in adapted.modules() if m is not base):
@@ -221,7 +227,7 @@ def _take_over(adapted: Any) -> None:
     _check_sizes(adapted, full)
     _move_hooks(base, adapted, base, stay=state.layout.output == PARTIAL)
     follow_layer(adapted)
-    for matrix in (m for table in _tables(adapted) for m in table._modules.values()):
+    for matrix in _matrices(adapted):
         _share_values(matrix, state)
 
 
