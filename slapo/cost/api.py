@@ -51,6 +51,7 @@ _OWN = ("bf16", "fp16", "ckpt_ratio", "checkpoint_method", "compile", "check")
 #: Results for configs and recipes. Functions are not cached, as their result may change.
 _MODELS: dict[Hashable, ReducedModel] = {}
 _RUNS: dict[Hashable, Run] = {}
+_STAGES: dict[Hashable, list[StageParts]] = {}
 _DRAFTS: dict[Hashable, Recipe] = {}
 
 
@@ -232,6 +233,7 @@ class _DryRunSession:
         )
         is_cached = self._is_recipe and self._key is not None and inputs is None and loss_fn is None
         self._runs: dict[Hashable, Run] = _RUNS if is_cached else {}
+        self._stages: dict[Hashable, list[StageParts]] = _STAGES if is_cached else {}
         self._smalls: dict[Hashable, ReducedModel] = {}
         #: True if few layers represent all.
         self._few = isinstance(recipe, str)
@@ -256,6 +258,12 @@ class _DryRunSession:
         return shrink(model, self._few)
 
     def stages(self, cuts: Sequence[int] | None) -> list[StageParts]:
+        """Return the stages, which engines and replica counts share."""
+        own, given = self._own, None if cuts is None else tuple(cuts)
+        key = self._settings(own.ckpt_ratio), own.checkpoint_method, self.layout.pp, given
+        return _cached(self._stages, 64, key, partial(self._make_stages, cuts))
+
+    def _make_stages(self, cuts: Sequence[int] | None) -> list[StageParts]:
         runs = self._all_runs()  # may run all layers, which changes the small model
         ends = self._ends(cuts, next(iter(runs.values())).regular)
         parts = divide(self.small, runs, self._recomputed(), ends)
@@ -327,9 +335,10 @@ class _DryRunSession:
         self._few = False  # no layer can represent others
         return self._all_runs()
 
-    def _run(self, ratio: float) -> Run:
+    def _settings(self, ratio: float) -> Hashable:
+        """Return all that the costs of a layer depend on."""
         layout, machine, cuda = self.layout, self.machine, torch.backends.cuda
-        key = (
+        return (
             (self._key, self._dtype, self._few, self._together, ratio),
             (layout.tp, layout.micro, layout.length, layout.pp > 1),
             (machine.rounding, machine.is_asynchronous),
@@ -342,7 +351,9 @@ class _DryRunSession:
             cuda.mem_efficient_sdp_enabled(),
             cuda.math_sdp_enabled(),
         )
-        return _cached(self._runs, 64, key, partial(self._make_run, ratio))
+
+    def _run(self, ratio: float) -> Run:
+        return _cached(self._runs, 64, self._settings(ratio), partial(self._make_run, ratio))
 
     def _make_run(self, ratio: float) -> Run:
         return run(

@@ -96,7 +96,8 @@ def _run(parts: StageParts, state: _State, layout: Layout, stage: int) -> tuple[
     """Return the peak of activations, and the peak of all bytes that vary during a step."""
     # In 1F1B the middle micro-batches are alike, so a few represent them all.
     is_short = layout.schedule != "gpipe"
-    count = min(layout.micro_batches, layout.pp + 2) if is_short else layout.micro_batches
+    few = layout.pp - stage + 2 if is_short else layout.micro_batches
+    count = min(layout.micro_batches, few)
     received = parts.received.gradient if parts.received else 0
     sent = parts.sent.gradient if parts.sent else 0
     alive = gradients = extra = most = peak = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -179,8 +180,10 @@ def fake_world(ranks: int, rank: int | None = None) -> Iterator[None]:
             "which works with any group, or call this in a separate process"
         )
     rank = ranks - 1 if rank is None else rank
+    printed = sys.excepthook  # torch adds a prefix for the rank, and leaves it there
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = printed
