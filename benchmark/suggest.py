@@ -95,6 +95,7 @@ def run(quick: bool, progress: Progress) -> Result:
     ]
     for gpus in () if quick else GPUS:
         api._RUNS.clear()  # those of the devices before
+        api._STAGES.clear()
         start = time.process_time()
         slapo.suggest(llama(is_small=False), gpus=gpus)
         spent = time.process_time() - start
