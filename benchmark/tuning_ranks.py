@@ -92,9 +92,7 @@ def busy_seconds() -> float:
 def _batch(work: Work, samples: int, seed: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     torch.manual_seed(seed)
     tokens = torch.randint(work.vocabulary, (samples, work.length + 1))
-    mask = torch.ones(samples, work.length, dtype=torch.long)
-    inputs = {"input_ids": tokens[:, :-1].contiguous(), "attention_mask": mask}
-    return inputs, tokens[:, 1:].contiguous()
+    return {"input_ids": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous()
 
 
 def _engine(point: Mapping[str, Any], work: Work, mesh: Any) -> Any:

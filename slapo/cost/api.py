@@ -259,8 +259,8 @@ class _DryRunSession:
 
     def stages(self, cuts: Sequence[int] | None) -> list[StageParts]:
         """Return the stages, which engines and replica counts share."""
-        own, given = self._own, None if cuts is None else tuple(cuts)
-        key = self._settings(own.ckpt_ratio), own.checkpoint_method, self.layout.pp, given
+        own = self._own
+        key = self._settings(own.ckpt_ratio), own.checkpoint_method, self.layout.pp, repr(cuts)
         return _cached(self._stages, 64, key, partial(self._make_stages, cuts))
 
     def _make_stages(self, cuts: Sequence[int] | None) -> list[StageParts]:
@@ -275,7 +275,9 @@ class _DryRunSession:
     def inputs(self, samples: int) -> Mapping[str, Any]:
         if self._inputs is None:
             check_length(self.small.model, self.layout.length)
-            return training_inputs(self.small.model, samples, self.layout.length)
+            made = training_inputs(self.small.model, samples, self.layout.length)
+            # Full samples need no mask, and kernels are faster without one.
+            return {n: value for n, value in made.items() if not n.endswith("attention_mask")}
         given = self._inputs(samples)
         if not isinstance(given, Mapping):
             raise TypeError(
@@ -340,7 +342,7 @@ class _DryRunSession:
         layout, machine, cuda = self.layout, self.machine, torch.backends.cuda
         return (
             (self._key, self._dtype, self._few, self._together, ratio),
-            (layout.tp, layout.micro, layout.length, layout.pp > 1),
+            (layout.tp, layout.micro, layout.length, bool(self.small.ties)),
             (machine.rounding, machine.is_asynchronous),
             maker_of(self.recipe) if isinstance(self.recipe, str) else None,
             repr(sorted(self.options.items())),
@@ -363,7 +365,7 @@ class _DryRunSession:
             self.layout.tp,
             loss_of_output if self._loss_fn is None else self._loss,
             self.machine.rounding,
-            traced=self.layout.pp > 1,
+            traced=self.layout.pp > 1 and self._inputs is not None,
             accelerator=self.machine.is_asynchronous,
         )
 

@@ -160,12 +160,10 @@ def untie(small: ReducedModel, together: Collection[frozenset[str]] = ()) -> Red
 
 def on_fakes(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """Copy a model on meta with fake CPU tensors; ties stay."""
+
+    def fake(tensor: Tensor) -> Tensor:  # torch.empty_like of a real tensor takes ten times as long
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
     with mode:
-        fakes = replacements(model, _empty_like)
+        fakes = replacements(model, fake)
     return copy.deepcopy(model, fakes)
-
-
-def _empty_like(tensor: Tensor) -> Tensor:
-    # torch.empty_like of a tensor that is not fake takes ten times as long
-    sizes = tensor.shape, tensor.stride()
-    return torch.empty_strided(*sizes, dtype=tensor.dtype, device="cpu")

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from slapo.cost.meter import Collective, Kernel, Meter
 from slapo.cost.models import ReducedModel, on_fakes
 from slapo.errors import SlapoError
+from slapo.graph.trace.hf import causal_masks_left_out
 from slapo.logger import only_from
 from slapo.random import states_kept
 from slapo.schedule import Schedule
@@ -102,11 +103,11 @@ def run(
 ) -> Run:
     """Run a micro-batch forward and backward on fake tensors, as the first of `tp` ranks.
 
-    With uneven shards the first rank has the most. With `traced`, Transformers models give
-    attention an explicit mask, as in pipeline stages. Fused attention supports dropout on an
-    accelerator only.
+    With uneven shards the first rank has the most. With `traced`, masks that are inputs reach
+    attention, as in pipeline stages; otherwise Transformers models drop them if nothing is masked.
+    Fused attention supports dropout on an accelerator only.
     """
-    tracing = nullcontext() if traced else _not_tracing()
+    tracing = causal_masks_left_out(inputs) if traced else _not_tracing()
     fused = _fused_dropout() if accelerator else nullcontext()
     world = nullcontext() if tp == 1 else fake_world(tp, 0)
     quiet = only_from(logging.WARNING)

@@ -249,7 +249,7 @@ def _sdpa(
     grouped = mask is None and query.shape[1] != key.shape[1]
     if not grouped:
         key, value = (_repeated(each, query.shape[1]) for each in (key, value))
-    causal = is_causal and plain
+    causal = bool(is_causal and plain)  # the kernel takes no symbolic boolean
     return F.scaled_dot_product_attention(
         query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped
     )

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import json
 import logging
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,12 @@ def test_layers_of_several_kinds_are_kept() -> None:
         lambda sch: apply_schedule(sch, "gemma3_text"), config, machine="cpu", seq_len=32
     )
     assert found.peak == whole.peak
+
+
+def test_cuts_of_two_stacks_are_one_list_or_two() -> None:
+    ask = partial(dryrun, "t5", config_of("t5", layers=2), mesh={"pp": 3}, batch=3, micro_batches=3)
+    one, two = (ask(seq_len=16, pipeline_cuts=cuts) for cuts in ([0, 2], [[0], [0]]))
+    assert one.stages == two.stages
 
 
 def test_layout_of_a_cluster() -> None:
@@ -278,10 +285,14 @@ def test_a_process_group_is_in_the_way() -> None:
 
 
 def test_it_leaves_no_trace(caplog: pytest.LogCaptureFixture) -> None:
-    """Neither a group, nor random numbers drawn, nor Transformers changed, nor notes."""
+    """Neither a group, nor random numbers drawn, nor Transformers changed, nor notes.
+
+    Torch gives errors a prefix with the rank, and keeps it when a group ends.
+    """
     from transformers.utils import import_utils
 
     before, asked = torch.random.get_rng_state(), import_utils.is_fake_tensor
+    printed = sys.excepthook
     config = config_of("gpt2")
     text = config.to_json_string()
     level = logging.getLogger("slapo").level
@@ -292,6 +303,7 @@ def test_it_leaves_no_trace(caplog: pytest.LogCaptureFixture) -> None:
     assert not torch.distributed.is_initialized()
     assert torch.equal(torch.random.get_rng_state(), before)
     assert import_utils.is_fake_tensor is asked
+    assert sys.excepthook is printed
     assert config.to_json_string() == text
 
 

@@ -308,6 +308,37 @@ def test_a_layer_of_transformers_is_traced_by_default(path: str) -> None:
     assert_alike(sch.mod, plain, ids, use_cache=False, rtol=1e-6)
 
 
+@pytest.mark.parametrize("given", ["tokens alone", "padding", "packed samples"])
+def test_masks_that_are_only_causal_are_left_out(given: str) -> None:
+    """Attention with a mask misses the fastest kernels, and stages would send it on."""
+    spec = zoo.FAMILIES["llama"]
+    inputs: dict[str, Any] = {**spec.inputs(2, 9, False), "use_cache": False}
+    mask = inputs.pop("attention_mask")
+    if given == "padding":
+        inputs["attention_mask"] = mask
+    if given == "packed samples":
+        inputs["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2)
+    sch, plain = scheduled(spec.build(), example_inputs=inputs)
+    found: list[Any] = []
+    attention = F.scaled_dot_product_attention
+
+    def noted(*args: Any, **kwargs: Any) -> Tensor:
+        found.append((kwargs.get("attn_mask"), kwargs.get("is_causal")))
+        return attention(*args, **kwargs)
+
+    output = assert_alike(sch.mod, plain, **inputs, rtol=1e-6)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(F, "scaled_dot_product_attention", noted)
+        sch.mod(**inputs)
+    assert found
+    assert all((mask is None) == (given == "tokens alone") for mask, _ in found)
+    if given == "tokens alone":
+        assert all(is_causal is True for _, is_causal in found)
+    if given == "packed samples":
+        alone = plain(inputs["input_ids"][:, 4:]).logits
+        torch.testing.assert_close(output.logits[:, 4:], alone, rtol=1e-5, atol=1e-5)
+
+
 # --- what is traced ------------------------------------------------------------------------------
 def test_dynamo_gives_one_flat_graph() -> None:
     class Nested(nn.Module):

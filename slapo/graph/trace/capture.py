@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from slapo.errors import TraceError
-from slapo.graph.trace.hf import refuse_collected
+from slapo.graph.trace.hf import causal_masks_left_out, refuse_collected
 from slapo.graph.trace.import_graph import GraphImport, Path
 from slapo.graph.trace.leaf_calls import Call, LeafCalls, number_of, returns_alike
 from slapo.graph.trace.leaves import IsLeaf
@@ -124,7 +124,7 @@ def capture(
         example = _Example(root, args, kwargs, shares=not any_batch)
         forward = FunctionType(_call_forward.__code__, {"__builtins__": builtins})
         try:
-            with calls.standing_in():
+            with calls.standing_in(), causal_masks_left_out(example.arguments):
                 output = fullgraph_capture(forward, example.frame)
                 refuse_effects(effects)
                 for path, name in calls.left_behind:

@@ -6,12 +6,15 @@
   Results of modules *within* a leaf are unreachable, so collecting them is refused.
 - Configs enable a key/value cache, which a graph cannot hold and training does not use.
 - Some functions cache their results for the process, which must not be fake tensors.
+- Under tracing they make a mask even if it is only causal, as they cannot see whether position ids
+  are those of packed samples. Attention with a mask misses the fastest kernels. Position ids that
+  are no input count up, so no mask is needed.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -133,6 +136,30 @@ def caches_off(root: nn.Module) -> Iterator[None]:
     finally:
         for config in asking:
             vars(config)["use_cache"] = True
+
+
+@contextmanager
+def causal_masks_left_out(arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Let models leave out masks that are only causal, unless position ids are given."""
+    home = sys.modules.get("transformers.masking_utils")
+    if home is None:
+        yield
+        return
+    with ExitStack() as stack:
+        replaced: dict[str, Any] = {"is_torchdynamo_exporting": _no}
+        if arguments.get("position_ids") is None:
+            replaced["find_packed_sequence_indices"] = _not_packed
+        for name, function in replaced.items():
+            stack.enter_context(mock.patch.object(home, name, function, create=True))
+        yield
+
+
+def _no() -> bool:
+    return False
+
+
+def _not_packed(position_ids: Any) -> None:
+    return None
 
 
 @contextmanager

@@ -201,7 +201,12 @@ class LeafCalls:
         state: Any = attributes_kept(module) if self._depth == 0 else contextlib.nullcontext([])
         self._depth += 1
         try:
-            with _real_parameters_allowed(mode), _fake_counters(module, mode), state as changed:
+            with (
+                _real_parameters_allowed(mode),
+                _fake_counters(module, mode),
+                _plain_booleans(),
+                state as changed,
+            ):
                 kind = self._classes.get(path, type(module))
                 result = kind.__call__(module, *args, **kwargs)
             self._note(path, changed)
@@ -339,6 +344,20 @@ def _real_parameters_allowed(mode: FakeTensorMode | None) -> Iterator[None]:
             yield
     finally:
         mode.allow_non_fake_inputs = before
+
+
+@contextmanager
+def _plain_booleans() -> Iterator[None]:
+    """Decide whether attention is causal, as the kernel takes no symbolic boolean."""
+    attention: Any = nn.functional.scaled_dot_product_attention
+
+    def decided(*args: Any, **kwargs: Any) -> Any:
+        if "is_causal" in kwargs:
+            kwargs["is_causal"] = bool(kwargs["is_causal"])
+        return attention(*args, **kwargs)
+
+    with mock.patch.object(nn.functional, "scaled_dot_product_attention", decided):
+        yield
 
 
 def _is_slice(tensor: Tensor) -> bool:
