@@ -102,8 +102,8 @@ def _engine(point: Mapping[str, Any], work: Work, mesh: Any) -> Any:
     model = GPT2LMHeadModel(work.config()).train()
     slapo.set_random_seed(0, mesh=mesh)
     sch = slapo.create_schedule(model, group=mesh["tp"])
-    stages = point["pp"] if point["pp"] > 1 else None
-    apply_schedule(sch, "gpt2", pipeline_cuts=stages, **recipe_options(point))
+    staged = {"pipeline_cuts": point["pp"], "example_inputs": _batch(work, 2, 0)[0]}
+    apply_schedule(sch, "gpt2", **(staged if point["pp"] > 1 else {}), **recipe_options(point))
     engine, _ = slapo.build(
         sch,
         mesh=mesh,

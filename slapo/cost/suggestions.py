@@ -57,6 +57,9 @@ class Suggestion:
         sizes = ", ".join(f"{name}={getattr(layout, name)}" for name in ("pp", "dp", "tp"))
         options = {**self.options, **({"pipeline_cuts": layout.pp} if layout.pp > 1 else {})}
         said = "".join(f", {name}={quoted(value)}" for name, value in options.items())
+        said += (
+            ", example_inputs=inputs" if layout.pp > 1 else ""
+        )  # a mask only if batches have one
         engine = {"target": layout.target, "micro_batches": layout.micro_batches}
         if layout.data_parallel != "ddp":
             engine["data_parallel"] = layout.data_parallel

@@ -89,7 +89,7 @@ ENGINE = ("target", "schedule", "data_parallel", "zero", "bucket", "micro_batche
 def batches(key: str, batch: int) -> Any:
     """The same batch again and again."""
     labels = torch.zeros(batch, LENGTH, dtype=torch.long)
-    given = {"input_ids": labels.clone()}
+    given = {"input_ids": labels.clone(), "attention_mask": torch.ones_like(labels)}
     if key == "t5":
         given["decoder_input_ids"] = given["input_ids"].clone()
     while True:
