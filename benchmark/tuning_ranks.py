@@ -98,12 +98,14 @@ def _batch(work: Work, samples: int, seed: int) -> tuple[dict[str, torch.Tensor]
 def _engine(point: Mapping[str, Any], work: Work, mesh: Any) -> Any:
     from transformers import GPT2LMHeadModel
 
+    staged: dict[str, Any] = {}
+    if point["pp"] > 1:
+        staged = {"pipeline_cuts": point["pp"], "example_inputs": _batch(work, 2, 0)[0]}
     torch.manual_seed(0)
     model = GPT2LMHeadModel(work.config()).train()
     slapo.set_random_seed(0, mesh=mesh)
     sch = slapo.create_schedule(model, group=mesh["tp"])
-    staged = {"pipeline_cuts": point["pp"], "example_inputs": _batch(work, 2, 0)[0]}
-    apply_schedule(sch, "gpt2", **(staged if point["pp"] > 1 else {}), **recipe_options(point))
+    apply_schedule(sch, "gpt2", **staged, **recipe_options(point))
     engine, _ = slapo.build(
         sch,
         mesh=mesh,

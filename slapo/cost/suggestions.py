@@ -55,11 +55,9 @@ class Suggestion:
         """Return the lines of a script that run this layout."""
         layout, dtype = self.dry_run.layout, str(self.dry_run.dtype)
         sizes = ", ".join(f"{name}={getattr(layout, name)}" for name in ("pp", "dp", "tp"))
-        options = {**self.options, **({"pipeline_cuts": layout.pp} if layout.pp > 1 else {})}
-        said = "".join(f", {name}={quoted(value)}" for name, value in options.items())
-        said += (
-            ", example_inputs=inputs" if layout.pp > 1 else ""
-        )  # a mask only if batches have one
+        said = "".join(f", {name}={quoted(value)}" for name, value in self.options.items())
+        if layout.pp > 1:  # stages take a mask only if these inputs have one
+            said += f", pipeline_cuts={layout.pp}, example_inputs=inputs"
         engine = {"target": layout.target, "micro_batches": layout.micro_batches}
         if layout.data_parallel != "ddp":
             engine["data_parallel"] = layout.data_parallel

@@ -57,11 +57,12 @@ class ShardSpec:
 
     def slice(self, full: Tensor) -> Tensor:
         """Return this rank's part of the full tensor, as a separate tensor."""
-        parts, begin = [], 0
-        for size in self.blocks:
-            start, length = self.share(size)
-            parts.append(full.narrow(self.axis, begin + start, length))
-            begin += size
+        parts = [
+            block.narrow(self.axis, *self.share(size))
+            for block, size in zip(
+                full.split(list(self.blocks), self.axis), self.blocks, strict=True
+            )
+        ]
         return parts[0].clone() if len(parts) == 1 else torch.cat(parts, self.axis)
 
     def pad(self, local: Tensor) -> Tensor:

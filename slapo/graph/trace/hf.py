@@ -145,12 +145,10 @@ def causal_masks_left_out(arguments: Mapping[str, Any]) -> Iterator[None]:
     if home is None:
         yield
         return
-    with ExitStack() as stack:
-        replaced: dict[str, Any] = {"is_torchdynamo_exporting": _no}
-        if arguments.get("position_ids") is None:
-            replaced["find_packed_sequence_indices"] = _not_packed
-        for name, function in replaced.items():
-            stack.enter_context(mock.patch.object(home, name, function, create=True))
+    replaced: dict[str, Any] = {"is_torchdynamo_exporting": _no}
+    if arguments.get("position_ids") is None:
+        replaced["find_packed_sequence_indices"] = _not_packed
+    with mock.patch.multiple(home, create=True, **replaced):
         yield
 
 
