@@ -19,8 +19,9 @@ USABLE = 0.92
 
 #: Functions that a CPU computes more slowly than it moves their operands.
 _SLOW_NAMES = (
-    "exp tanh gelu gelu_backward _softmax _safe_softmax _log_softmax native_dropout bernoulli_ "
-    "cos sin erf where"
+    "exp tanh gelu gelu_backward gelu_tanh gelu_tanh_backward silu silu_backward sqrt _softmax "
+    "_softmax_backward_data _safe_softmax _log_softmax _log_softmax_backward_data native_dropout "
+    "bernoulli_ cos sin erf where"
 )
 SLOW = frozenset(_SLOW_NAMES.split())
 

@@ -288,6 +288,8 @@ def _kernel(
     packet = func.overloadpacket
     name = packet.__name__
     flops = 0
+    if kwargs.get("approximate") == "tanh":
+        name = name.replace("gelu", "gelu_tanh")
     if name in _FORMULAS:
         flops = _FORMULAS[name](*args, **kwargs)
     elif packet in flop_registry:
