@@ -16,6 +16,7 @@ from slapo.derive.sizes import Key, UnfitNumbersError, divided_attributes
 from slapo.derive.trace import Trace, trace
 from slapo.example_inputs import text_config
 from slapo.history import numberless
+from slapo.sharding.sync_hooks import input_names
 
 #: Maximum number of choices, each without the axes that made the previous one impossible.
 _TRIES = 24
@@ -153,6 +154,7 @@ def _derive(
     found = trace(model, args, kwargs, heads, gathering)
     own = {*tables, *heads}
     tables = [path for path in tables if _users(found, f"{path}.weight") <= own]
+    tables = [path for path in tables if _takes_indices(found, path)]
     heads = {p: size for p, size in heads.items() if _users(found, f"{p}.weight") <= own}
     for path in (*tables, *heads):
         for name in ("weight", "bias"):
@@ -226,6 +228,12 @@ def _users(found: Trace, name: str) -> set[str]:
     number = found.parameters[name]
     nodes = (node for node in found.nodes if node.kind == "operation")
     return {node.call.path for node in nodes if number in node.inputs}
+
+
+def _takes_indices(found: Trace, path: str) -> bool:
+    """Return False for a table that makes its indices from a shape, such as Marian's positions."""
+    entries = [node for node in found.nodes if node.kind == "entry" and node.call.path == path]
+    return any(node.name == input_names(node.call.module)[0] for node in entries)
 
 
 def vocabulary(model: nn.Module) -> tuple[list[str], dict[str, int]]:

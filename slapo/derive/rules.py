@@ -546,7 +546,7 @@ def _convolution(call: AxisCall) -> list[Dims]:
             call.same(a[1], inner)
             call.keep_whole(a[1], b[1], why="a convolution of groups")
         else:
-            call.keep_whole(x[1], out, why="a convolution of groups")
+            call.keep_whole(x[1], inner, out, why="a convolution of groups")
     for bias in call.axes[2:]:
         call.same(bias[0], out)
     (result,) = call.outs

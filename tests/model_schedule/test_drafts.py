@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections import OrderedDict
@@ -413,7 +414,50 @@ class Queries(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("make", [Lossy, Windows, Queries])
+class Positions(nn.Embedding):
+    """Takes a shape, and makes the indices itself, as Marian's and RoFormer's tables do."""
+
+    def forward(self, shape: torch.Size, given: Tensor | None = None) -> Tensor:
+        return super().forward(torch.arange(shape[-1]) if given is None else given)
+
+
+class TwoTables(Own):
+    """A table of positions with as many rows as the vocabulary has."""
+
+    def __init__(self, makes_indices: bool) -> None:
+        super().__init__(Gated)
+        self.makes_indices, self.positions = makes_indices, Positions(VOCABULARY, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        given = None if self.makes_indices else torch.arange(ids.shape[-1])
+        return super().forward(ids) + self.positions(ids.shape, given=given)
+
+
+class GroupedHeads(nn.Module):
+    """A convolution whose groups are the heads of queries and of keys, as in Zaya."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden // 2)
+        self.mix = nn.Conv1d(3 * hidden // 2, 3 * hidden // 2, 3, padding=1, groups=6)
+        self.down = nn.Linear(3 * hidden // 2, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = torch.cat([self.q(x), self.k(x)], -1)
+        return self.down(self.mix(both.mT).mT)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Lossy,
+        Windows,
+        Queries,
+        functools.partial(TwoTables, True),
+        functools.partial(TwoTables, False),
+        functools.partial(Own, GroupedHeads, Gated),
+    ],
+)
 def test_modules_that_others_have_too(make: Any) -> None:
     drafted = slapo.draft(make(), {"ids": ids(3, 13)})
     assert drafted.verdict is None
