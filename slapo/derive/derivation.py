@@ -154,7 +154,7 @@ def _derive(
     found = trace(model, args, kwargs, heads, gathering)
     own = {*tables, *heads}
     tables = [path for path in tables if _users(found, f"{path}.weight") <= own]
-    tables = [path for path in tables if _takes_indices(found, path)]
+    tables = [path for path in tables if _looks_up_its_input(found, path)]
     heads = {p: size for p, size in heads.items() if _users(found, f"{p}.weight") <= own}
     for path in (*tables, *heads):
         for name in ("weight", "bias"):
@@ -230,10 +230,22 @@ def _users(found: Trace, name: str) -> set[str]:
     return {node.call.path for node in nodes if number in node.inputs}
 
 
-def _takes_indices(found: Trace, path: str) -> bool:
-    """Return False for a table that makes its indices from a shape, such as Marian's positions."""
-    entries = [node for node in found.nodes if node.kind == "entry" and node.call.path == path]
-    return any(node.name == input_names(node.call.module)[0] for node in entries)
+def _looks_up_its_input(found: Trace, path: str) -> bool:
+    """Return False for a table that makes its indices itself, such as Marian's table of positions.
+
+    Hooks around a table turn its first argument into rows of this rank.
+    """
+    nodes, weight = (
+        (n for n in found.nodes if n.call.path == path),
+        found.parameters[f"{path}.weight"],
+    )
+    given: set[int] = set()
+    for node in nodes:
+        if node.kind == "entry" and node.name == input_names(node.call.module)[0]:
+            given.update(node.outputs)
+        elif node.kind == "operation" and weight in node.inputs and not given & {*node.inputs}:
+            return False
+    return True
 
 
 def vocabulary(model: nn.Module) -> tuple[list[str], dict[str, int]]:

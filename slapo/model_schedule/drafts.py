@@ -187,7 +187,7 @@ def draft_in_group(model: nn.Module, inputs: Any, group: Any) -> Draft:
     """Derive a recipe on all ranks of a group and check it on them together.
 
     Low-rank adapters are left out: they follow the shards of their layers. Raises PlacementError if
-    the check refuses the last attempt too.
+    the check refuses the last attempt too, and SlapoError if nothing can be sharded.
     """
     model = _without_adapters(model)
 
@@ -203,6 +203,13 @@ def draft_in_group(model: nn.Module, inputs: Any, group: Any) -> Draft:
     drafted = _draft(model, inputs, group_size(group), prove_here, agree)
     if drafted.verdict is not None:
         raise drafted.verdict
+    if not drafted.share:
+        raise SlapoError(
+            f"draft: no parameter of {drafted.model} can be sharded, and each of "
+            f"{drafted.ranks} ranks would compute the whole model: "
+            + "; ".join(drafted.summary().splitlines()[1:4])
+            + "; use tp=1 with data parallelism, or register a recipe for this model"
+        )
     return drafted
 
 

@@ -538,20 +538,30 @@ def test_the_proof_runs_one_layer_of_each_kind(
     assert drafted.share > 0.95
 
 
+class Stuck(nn.Module):
+    """Layers that cannot be sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SizesOfInputs() for _ in range(2))
+        self.norm = nn.LayerNorm(24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.norm(x)
+
+
+def test_a_model_of_which_nothing_is_sharded_is_refused_over_ranks() -> None:
+    """Else each rank would do the work of one process, and no message would say so."""
+    x = torch.randn(3, 7, 24)
+    words = r"no parameter of Stuck can be sharded, .*left whole: layers.*use tp=1"
+    with fake_world(2), pytest.raises(slapo.SlapoError, match=words):
+        apply_schedule(Stuck(), "auto", example_inputs={"x": x}, group=dist.group.WORLD)
+
+
 def test_tokens_stay_whole_where_no_layer_is_sharded() -> None:
     """Attention over this rank's tokens alone would raise no error."""
-
-    class Stuck(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(SizesOfInputs() for _ in range(2))
-            self.norm = nn.LayerNorm(24)
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = x + layer(x)
-            return self.norm(x)
-
     drafted = slapo.draft(Stuck(), torch.randn(3, 7, 24))
     assert drafted.verdict is None
     assert not drafted.recipe.splits
