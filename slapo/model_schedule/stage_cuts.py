@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -116,14 +117,18 @@ def _trace(sch: Schedule, containers: Sequence[str], inputs: Mapping[str, Any]) 
 
     takes = inspect.signature(sch.mod.forward).parameters
     fixed = {"use_cache": False} if "use_cache" in takes and "use_cache" not in inputs else {}
-    traced = sch.trace_until(
-        [path for path in containers if path],
-        tracer="huggingface",
-        concrete_args=fixed,
-        example_inputs=dict(inputs),
-    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        traced = sch.trace_until(
+            [path for path in containers if path],
+            tracer="huggingface",
+            concrete_args=fixed,
+            example_inputs=dict(inputs),
+        )
     if not traced:
         raise SlapoError(
-            "the model could not be traced for pipeline stages; see the warning above, and pass "
-            "the inputs of your calls as example_inputs="
+            f"pipeline stages need a trace, but {caught[-1].message}; apply_schedule takes the "
+            "inputs of your calls as example_inputs="
         )
+    for each in caught:
+        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)

@@ -63,6 +63,21 @@ def rows_one_by_one(self: Any, x: Tensor) -> Tensor:
     return out
 
 
+def experts(self: Any, rows: Tensor, sizes: list[int]) -> Tensor:
+    parts = zip(rows.split(sizes), self.weight, strict=True)
+    return torch.cat([F.linear(part, weight) for part, weight in parts])
+
+
+def routed(self: Any, x: Tensor) -> Tensor:
+    """Experts get as many rows as their values say, and return rows of another width."""
+    rows = x.flatten(0, 1)
+    first = rows.sum(1) > rows.sum(1).mean()
+    order, sizes = first.long().argsort(), torch.stack([(~first).sum(), first.sum()]).tolist()
+    gate, up = self.wide(rows[order], sizes).chunk(2, -1)
+    narrow = self.narrow(gate * up, sizes)
+    return torch.zeros_like(rows).index_add(0, order, narrow).view_as(x)
+
+
 def two_widths(s: Any, x: Tensor) -> Tensor:
     return s.box(s.a(x)) + s.box(s.b(x))
 
@@ -158,6 +173,16 @@ CASES: dict[str, tuple[Any, list[tuple[int, ...]]]] = {
     "rows": (lambda: above(Child(rows_one_by_one)), [(2, 7, 4), (3, 5, 4)]),
     "rows deeper": (
         lambda: above(Child(lambda s, x: s.inner(x) * 2, inner=Child(rows_one_by_one))),
+        [(2, 7, 4), (3, 5, 4)],
+    ),
+    "experts deeper": (
+        lambda: above(
+            Child(
+                routed,
+                wide=Child(experts, weight=nn.Parameter(torch.rand(2, 24, 8))),
+                narrow=Child(experts, weight=nn.Parameter(torch.rand(2, 8, 12))),
+            )
+        ),
         [(2, 7, 4), (3, 5, 4)],
     ),
     "its input": (lambda: make(same_object, child=Child(lambda s, x: x)), [(3, 4), (2, 5)]),

@@ -212,10 +212,7 @@ def test_a_failure_half_way_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     text, attention = str(model), model.config._attn_implementation
     options: dict[str, Any] = {"ckpt_ratio": 1.0, "pipeline_cuts": 2, "bf16": True}
     options["example_inputs"] = {"no_such_input": 1}
-    with (
-        pytest.raises(slapo.SlapoError, match="could not be traced"),
-        pytest.warns(UserWarning, match="could not be traced"),
-    ):
+    with pytest.raises(slapo.SlapoError, match=r"need a trace, but .*forward itself fails, at"):
         apply_schedule(model, "llama", **options)
     assert {name: id(p) for name, p in model.named_parameters()} == before
     assert all(torch.equal(each, values[name]) for name, each in model.state_dict().items())

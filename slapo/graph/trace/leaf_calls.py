@@ -210,7 +210,9 @@ class LeafCalls:
                 kind = self._classes.get(path, type(module))
                 result = kind.__call__(module, *args, **kwargs)
             self._note(path, changed)
-            if any(_follows_from_values(tensor) for tensor in tensors(result)):
+            # Experts take as many rows as were routed to them; the leaf around them takes all.
+            is_outermost = self._depth == 1
+            if is_outermost and any(_follows_from_values(tensor) for tensor in tensors(result)):
                 return self._assume(path, args, kwargs)
             return result
         except Exception as error:
