@@ -168,13 +168,6 @@ def test_find_captures_what_proxies_cannot_trace() -> None:
     assert isinstance(attention.mod, Traced)
 
 
-def test_find_says_why_a_module_cannot_be_traced() -> None:
-    sch = slapo.create_schedule(DataDependent())
-    with pytest.raises(slapo.SlapoError, match="example_inputs"):
-        sch.find("fc")
-    assert sch.history == []
-
-
 # --- constants and inputs ------------------------------------------------------------------------
 @TRACERS
 def test_constants_as_scripts_write_them(tracer: str) -> None:

@@ -93,6 +93,8 @@ def test_order_args_fn() -> None:
     sch = slapo.create_schedule(nn.Sequential(Minus()))
     sch["0"].checkpoint(order_args_fn=lambda b, a: (a, b))
     assert sch["0"].mod(torch.ones(1), torch.zeros(1)).item() == -1
+    with refused(sch, TypeError, "order_args_fn is 3; pass a function"):
+        sch.checkpoint(order_args_fn=3)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import slapo
-from tests.fingerprint import fingerprint, refused
+from tests.fingerprint import fingerprint
 from tests.primitives.models import Block, DataDependent, Stack, Tied
 
 X = torch.randn(3, 4)
@@ -119,21 +119,6 @@ def test_primitives_after_a_trace() -> None:
     assert sch.mod(X).shape == (3, 4)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "error", "message"),
-    [
-        ({"tracer": "jit"}, ValueError, r"unknown tracer 'jit'; known are \['pytorch', 'hug"),
-        ({"leaf_modules": "Block"}, TypeError, "leaf_modules is 'Block'; pass a sequence"),
-        ({"leaf_modules": ["Nope", "Block"]}, ValueError, r"\['Nope'\].*'Block'"),
-        ({"concrete_args": {"nothing": 1}}, ValueError, "nothing"),
-    ],
-)
-def test_bad_arguments(kwargs: Any, error: type[Exception], message: str) -> None:
-    sch = slapo.create_schedule(Stack(2))
-    with refused(sch, error, message):
-        sch.trace(**kwargs)
-
-
 @pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
 def test_a_failure_names_the_module_the_reason_and_what_to_pass(tracer: str) -> None:
     sch = slapo.create_schedule(nn.Sequential(DataDependent()))
@@ -145,12 +130,6 @@ def test_a_failure_names_the_module_the_reason_and_what_to_pass(tracer: str) -> 
     assert "Nothing was changed; pass" in text
     assert caught[0].filename == __file__
     assert fingerprint(sch) == before
-
-
-def test_a_layer_of_torch_is_not_traced() -> None:
-    sch = slapo.create_schedule(nn.Sequential(nn.Linear(2, 2)))
-    with pytest.warns(UserWarning, match="a torch layer"):
-        assert sch["0"].trace() is False
 
 
 def test_with_recorded_inputs() -> None:
@@ -208,16 +187,6 @@ def test_a_capture_of_what_was_fused(compiler: str | None) -> None:
     layer.fuse([found], compiler=compiler)
     assert sch.trace_until("", tracer="huggingface", example_inputs=x)
     torch.testing.assert_close(sch.mod(x), expected)
-
-
-def test_bad_calls_of_trace_until() -> None:
-    sch = slapo.create_schedule(Outer())
-    with refused(sch, ValueError, "call it on the root"):
-        sch["body"].trace_until("layers.0")
-    with refused(sch, KeyError, "nearest paths are"):
-        sch.trace_until("bodies")
-    with refused(sch, ValueError, "unknown tracer"):
-        sch.trace_until("body", tracer="dynamo")
 
 
 def test_a_trace_until_that_fails_changes_nothing() -> None:
