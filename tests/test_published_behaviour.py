@@ -131,35 +131,6 @@ def test_code_is_that_of_the_graph() -> None:
     assert "torch.sin" in str(sch.mod)
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.drop = nn.LayerNorm(16), nn.Dropout(0.37)
-        self.plain = nn.LayerNorm(16, eps=1e-3, elementwise_affine=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.plain(self.drop(self.norm(x)))
-
-
-def test_functions_in_patterns_match_modules_as_they_are() -> None:
-    sch = slapo.create_schedule(Normed())
-    assert len(sch.find(lambda x: F.layer_norm(x, 16))) == 2
-    assert len(sch.find(lambda x: F.layer_norm(x, (16,)))) == 2
-    assert len(sch.find(lambda x: F.dropout(x))) == 1
-    assert len(sch.find(lambda x: F.dropout(F.layer_norm(x, 16)))) == 1
-
-
-class Same(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return x * torch.sin(x) + x * torch.sin(y)
-
-
-def test_an_argument_used_twice_is_one_value() -> None:
-    sch = slapo.create_schedule(Same())
-    assert len(sch.find(lambda v: v * torch.sin(v))) == 1
-    assert len(sch.find(lambda v, w: v * torch.sin(w))) == 2
-
-
 def test_decompose_after_a_shard_that_made_nothing_smaller() -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 6), nn.ReLU()))
     weight, x = sch.mod[0].weight, torch.randn(3, 4)
@@ -222,23 +193,6 @@ def test_hooks_of_a_chain_go_to_what_replaces_it() -> None:
     assert seen == ["pre", "post", "backward"]
     hooks = slapo.utils.common.get_hooks(new)
     assert [len(hooks[mode]) for mode in ("fwd_pre", "fwd_post", "bwd_post")] == [1, 1, 1]
-
-
-class Soft(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.softmax(x, dim=-1, _stacklevel=3, dtype=None)
-
-
-def test_keywords_that_say_nothing_are_dropped() -> None:
-    def lean(x: Tensor, dim: int) -> Tensor:
-        return torch.exp(x) / torch.exp(x).sum(dim, keepdim=True)
-
-    sch = slapo.create_schedule(Soft())
-    sch.trace()
-    x = torch.randn(2, 3)
-    expected = sch.mod(x)
-    sch.replace(lean, sch.find_node(lambda node: node.target is F.softmax)[0])
-    torch.testing.assert_close(sch.mod(x), expected)
 
 
 def fill(module: nn.Module) -> None:
