@@ -4,9 +4,9 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import slapo
+from slapo.verify.placement.offline import fake_world
 
 
 def test_one_of_several_processes_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,8 +29,7 @@ def test_a_group_without_this_process(pair: None) -> None:
 
 
 def test_meshes() -> None:
-    dist.init_process_group("fake", rank=5, world_size=8, store=FakeStore())
-    try:
+    with fake_world(8, 5):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
         with pytest.raises(
             ValueError, match=r"mesh of 2 dimensions \('dp', 'tp'\).*mesh\[\"tp\"\]"
@@ -42,8 +41,3 @@ def test_meshes() -> None:
         assert sch["0"].group is sch.group
         default = slapo.create_schedule(nn.ReLU())
         assert (default.rank, default.world_size) == (5, 8)
-    finally:
-        dist.destroy_process_group()
-
-
-# --- build -----------------------------------------------------------------------------------

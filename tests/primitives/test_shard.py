@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import slapo
 from slapo.hooks import get_hooks
 from slapo.sharding.layout import Layout
 from slapo.sharding.rules import Effect, register_shard_rule
 from slapo.sharding.shards import shards_of
+from slapo.verify.placement.offline import fake_world
 from tests.fingerprint import refused
 from tests.primitives.models import Tied
 
@@ -24,9 +23,8 @@ from tests.primitives.models import Tied
 def world(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
     """One rank of a group whose collectives do nothing."""
     rank, size = request.param
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    yield rank, size
-    dist.destroy_process_group()
+    with fake_world(size, rank):
+        yield rank, size
 
 
 def hf_conv1d(nf: int, nx: int) -> nn.Module:
