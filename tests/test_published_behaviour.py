@@ -14,16 +14,13 @@ import slapo
 from slapo.pattern import call_module
 from slapo.sharding.whole_steps import slices_of
 from tests.distributed import run_distributed
+from tests.primitives.models import OneLayer
 
 TRACERS = ["pytorch", "huggingface", "dynamo"]
 
 
-class Loose(nn.Module):
+class Loose(OneLayer):
     """A forward with all that a signature can have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
 
     def forward(
         self, x: Tensor, must: Tensor | None, *rest: Tensor, scale: float = 2.0, **kwargs: Any
@@ -154,18 +151,6 @@ def test_decompose_after_a_row_shard_alone() -> None:
     torch.testing.assert_close(model(x), expected)
 
 
-def decompose_a_slice(rank: int, world_size: int) -> None:
-    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 6), nn.ReLU()))
-    sch["0"].shard("bias", axis=0)
-    with pytest.raises(ValueError, match=r"sharded already \(bias\)"):
-        sch["0"].decompose()
-
-
-@pytest.mark.distributed
-def test_decompose_after_a_shard_that_made_it_smaller() -> None:
-    run_distributed(decompose_a_slice, 2)
-
-
 class Chain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -238,11 +223,6 @@ def test_kernels_that_are_not_here(name: str, caplog: pytest.LogCaptureFixture) 
     assert f'attn_op_name={name!r} means "auto" here' in caplog.text
     x = torch.randn(2, 5, 4, 8)
     assert torch.equal(op(x, x, x), slapo.op.FlashAttentionOp("auto", True)(x, x, x))
-
-
-def test_kernels_that_never_were() -> None:
-    with pytest.raises(ValueError, match="attn_op_name is 'flashy'"):
-        slapo.op.FlashAttentionOp("flashy")
 
 
 def test_a_tag_is_listed_at_the_root() -> None:

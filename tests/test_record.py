@@ -797,13 +797,6 @@ def test_a_trace_that_fails() -> None:
         refused(model, sch.record, slapo.SlapoError, message)
 
 
-def test_what_is_no_record() -> None:
-    with pytest.raises(TypeError, match=r"got int; pass the path of a file, or sch\.record"):
-        slapo.replay(stack(), 3)
-    with pytest.raises(FileNotFoundError):
-        slapo.replay(stack(), "nowhere.json")
-
-
 def test_a_function_that_is_another_one_now(tmp_path: Path) -> None:
     edited = saved(tmp_path, lambda data: data["steps"][1].update(identity="of before"))
     with pytest.warns(

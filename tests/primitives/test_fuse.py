@@ -12,7 +12,7 @@ import slapo
 from slapo import Schedule, scripting
 from slapo.graph.fuse.modules import CompiledModule
 from tests.fingerprint import fingerprint, refused
-from tests.primitives.models import Block, Computes, Twice
+from tests.primitives.models import Block, Twice
 
 X = torch.randn(3, 4)
 
@@ -53,16 +53,6 @@ def test_the_default_is_torchscript_and_fused_module() -> None:
     sch = decomposed()
     sch.fuse(sch.find(bias_gelu))
     assert isinstance(sch["FusedModule_0"].mod, torch.jit.ScriptModule)
-
-
-def test_names_count_up() -> None:
-    model = Computes(lambda x: torch.sin(torch.cos(torch.sin(torch.cos(x)))))
-    sch = slapo.create_schedule(model)
-    expected = model(X)
-    for k in range(2):
-        sch.fuse(sch.find(lambda x: torch.sin(torch.cos(x)))[:1], compiler=None, name="SC")
-        assert f"SC_{k}" in sch
-    assert torch.allclose(sch.mod(X), expected)
 
 
 @pytest.mark.parametrize("name", ["", "a.b", "1st"])

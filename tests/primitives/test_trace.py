@@ -1,7 +1,6 @@
 """``.trace`` and ``.trace_until``: same names, same state, same values, or nothing at all."""
 
 import copy
-import inspect
 from typing import Any
 
 import pytest
@@ -10,25 +9,9 @@ from torch import Tensor, fx, nn
 
 import slapo
 from tests.fingerprint import fingerprint
-from tests.primitives.models import Block, DataDependent, Stack, Tied
+from tests.primitives.models import Block, DataDependent, Stack
 
 X = torch.randn(3, 4)
-
-
-class Optional(nn.Module):
-    """A signature with everything in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-        self.register_buffer("table", torch.ones(4), persistent=False)
-        self.scale = 3
-
-    def forward(self, x: Tensor, mask: Any = None, *, twice: bool = False, **kwargs: Any) -> Tensor:
-        x = self.fc(x) * self.table * self.scale
-        if mask is not None:
-            x = x * mask
-        return x * 2 if twice else x
 
 
 def targets(sch: slapo.Schedule) -> list[str]:
@@ -77,38 +60,6 @@ def test_modules_that_are_not_traceable_are_leaves() -> None:
         assert sch["0"].trace() is False
 
 
-def test_the_signature_and_state_are_kept() -> None:
-    model = Optional()
-    reference = copy.deepcopy(model)
-    sch = slapo.create_schedule(model)
-    assert sch.trace(concrete_args={"mask": None, "twice": False})
-    ours, theirs = (list(inspect.signature(m.forward).parameters) for m in (sch.mod, reference))
-    assert [name for name in theirs if name not in ours] == []
-    assert list(sch.mod.state_dict()) == list(reference.state_dict())
-    assert "table" in dict(sch.mod.named_buffers())
-    assert sch.mod.scale == 3
-    torch.testing.assert_close(sch.mod(X), reference(X))
-    torch.testing.assert_close(sch.mod(X, twice=True), reference(X, twice=True))
-
-
-def test_hooks_stay() -> None:
-    model = nn.Sequential(Block())
-    calls: list[str] = []
-    model[0].register_forward_hook(lambda m, i, o: calls.append("post"))
-    sch = slapo.create_schedule(model)
-    sch["0"].trace()
-    sch.mod(X)
-    assert calls == ["post"]
-
-
-def test_ties_stay() -> None:
-    sch = slapo.create_schedule(Tied())
-    sch.trace()
-    assert sch.mod.emb.weight is sch.mod.head.weight
-    assert list(sch.mod.state_dict()) == list(Tied().state_dict())
-    slapo.build(sch)
-
-
 def test_primitives_after_a_trace() -> None:
     sch = slapo.create_schedule(Stack(2))
     sch.trace(recursive=False)
@@ -130,23 +81,6 @@ def test_a_failure_names_the_module_the_reason_and_what_to_pass(tracer: str) -> 
     assert "Nothing was changed; pass" in text
     assert caught[0].filename == __file__
     assert fingerprint(sch) == before
-
-
-def test_with_recorded_inputs() -> None:
-    model = DataDependentSizes().eval()
-    reference = copy.deepcopy(model)
-    sch = slapo.create_schedule(model)
-    assert sch.trace(tracer="huggingface", example_inputs=torch.randn(3, 4))
-    torch.testing.assert_close(sch.mod(X[:2]), reference(X[:2]))
-
-
-class DataDependentSizes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x).view(*x.shape[:-1], 2, -1)
 
 
 # --- trace_until -----------------------------------------------------------------------------

@@ -307,15 +307,6 @@ def test_a_model_within_a_module_of_the_users_is_initialized_as_it_says() -> Non
     assert not torch.equal(model.head.bias, torch.zeros(2))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert", "vit"])
-def test_a_recorded_model_initializes_itself(family: str) -> None:
-    with slapo.init_empty_weights():
-        sch = slapo.create_schedule(zoo.FAMILIES[family].build())
-    assert sch.trace(tracer="huggingface", recursive=False)
-    model, _ = slapo.build(sch)
-    assert not any(p.is_meta for p in model.parameters())
-
-
 class InitializesBelow(nn.Module):
     """One module sets the weights of many, which then arrive together."""
 
