@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import slapo
 from slapo.pattern import call_module
 from slapo.sharding.whole_steps import slices_of
 from tests.distributed import run_distributed
-from tests.primitives.models import OneLayer
+from tests.primitives.models import Computes, OneLayer
 
 TRACERS = ["pytorch", "huggingface", "dynamo"]
 
@@ -128,11 +130,22 @@ def test_code_is_that_of_the_graph() -> None:
     assert "torch.sin" in str(sch.mod)
 
 
-def test_decompose_after_a_shard_that_made_nothing_smaller() -> None:
+def shard_by_columns(node: slapo.Schedule) -> None:
+    node.shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
+
+
+def shard_by_rows(node: slapo.Schedule) -> None:
+    node.shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+
+@pytest.mark.parametrize("shard", [shard_by_columns, shard_by_rows])
+def test_decompose_after_a_shard_that_made_nothing_smaller(
+    shard: Callable[[slapo.Schedule], None],
+) -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 6), nn.ReLU()))
     weight, x = sch.mod[0].weight, torch.randn(3, 4)
     expected = sch.mod(x)
-    sch["0"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
+    shard(sch["0"])
     sch["0"].decompose()
     assert sch["0"].mod.weight is weight
     assert sch["0"].metadata.primitives["shard"]
@@ -142,37 +155,15 @@ def test_decompose_after_a_shard_that_made_nothing_smaller() -> None:
         sch["0"].shard("weight", axis=0)
 
 
-def test_decompose_after_a_row_shard_alone() -> None:
-    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 6), nn.ReLU()))
-    x = torch.randn(3, 4)
-    expected = sch.mod(x)
-    sch["0"].shard("weight", axis=1).sync("fwd_post", "all_reduce").decompose()
-    model, _ = slapo.build(sch)
-    torch.testing.assert_close(model(x), expected)
-
-
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.ReLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x))
-
-
-class Joined(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(x * 2)
-
-
 def test_hooks_of_a_chain_go_to_what_replaces_it() -> None:
-    model, seen = Chain(), []
+    parts = OrderedDict(first=nn.Linear(4, 4), last=nn.ReLU())
+    model, seen = nn.Sequential(parts), []
     model.first.register_forward_pre_hook(lambda *_: seen.append("pre"))
     model.first.register_full_backward_hook(lambda *_: seen.append("backward"))
     model.last.register_forward_hook(lambda *_: seen.append("post"))
     sch = slapo.create_schedule(model)
     subgraph = sch.find(lambda x: call_module("last", call_module("first", x)))
-    new = Joined()
+    new = Computes(lambda x: torch.relu(x * 2))
     sch.replace(new, subgraph)
     sch.mod(torch.ones(2, 4, requires_grad=True)).sum().backward()
     assert seen == ["pre", "post", "backward"]

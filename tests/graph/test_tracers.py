@@ -336,15 +336,6 @@ def test_dynamo_gives_one_flat_graph() -> None:
     assert list(module.state_dict()) == list(plain.state_dict())
 
 
-@TRACERS
-def test_a_child_called_self(tracer: str) -> None:
-    model = zoo.FAMILIES["bert"].build().bert
-    sch = slapo.create_schedule(model)
-    assert sch["encoder.layer.0"].trace(tracer=tracer)
-    if tracer != "dynamo":
-        assert "self_1 = self.self(" in sch["encoder.layer.0.attention"].mod.code
-
-
 class HandsOn(nn.Module):
     """It hands its mask on, or makes one, to a module that takes another path without."""
 

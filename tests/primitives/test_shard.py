@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import slapo
-from slapo.hooks import get_hooks
 from slapo.sharding.layout import Layout
 from slapo.sharding.rules import Effect, register_shard_rule
 from slapo.sharding.shards import shards_of
@@ -247,12 +246,6 @@ def test_tensors_of_one_module_must_agree(pair: None) -> None:
         other["0"].shard("weight", 1)
 
 
-def test_the_bias_may_be_sharded_after_the_sync(pair: None) -> None:
-    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
-    sch["0"].shard("weight", 0).sync("fwd_post", "all_gather", axis=-1).shard("bias", 0)
-    assert sch["0"].mod.bias.shape == (2,)
-
-
 @pytest.mark.parametrize(
     ("op", "kwargs", "axis", "message"),
     [
@@ -314,13 +307,7 @@ def test_a_tie_that_cannot_follow_is_refused(pair: None) -> None:
         sch["head"].shard("weight", 0)
 
 
-# --- the bias of a partial sum ---------------------------------------------------------------
-def test_a_row_parallel_layer_stays_the_same_object(pair: None) -> None:
-    linear = nn.Linear(4, 4)
-    slapo.create_schedule(nn.Sequential(linear))["0"].shard("weight", 1)
-    assert isinstance(linear, nn.Linear)
-    assert type(linear).__name__ == "Linear"
-    assert list(linear.state_dict()) == ["weight", "bias"]
+# --- slices elsewhere --------------------------------------------------------------------------
 
 
 def test_a_module_that_takes_slices_over_is_sharded(pair: None) -> None:
@@ -348,19 +335,6 @@ def test_slices_are_not_written_for_wholes(pair: None, tmp_path: Path) -> None:
     assert not file.exists()
     files.save_file({name: value.as_subclass(torch.Tensor) for name, value in state.items()}, file)
     assert torch.equal(files.load_file(file)["0.weight"], model[0].weight)
-
-
-def test_hooks_of_a_reduction_are_listed(pair: None) -> None:
-    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
-    sch["0"].shard("weight", 1).sync("fwd_post", "all_reduce")
-    hooks = get_hooks(sch["0"].mod)
-    assert {mode: len(found) for mode, found in hooks.items()} == {
-        "fwd_pre": 0,
-        "fwd_post": 1,
-        "bwd_post": 0,
-    }
-    sch["0"].checkpoint()
-    assert len(get_hooks(sch["0"].mod)["fwd_post"]) == 1
 
 
 def test_shards_are_noted_on_the_node(pair: None) -> None:

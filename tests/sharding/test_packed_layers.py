@@ -72,4 +72,4 @@ def compare(name: str, is_recorded: bool) -> None:
 
 @pytest.mark.distributed
 def test_they_compute_what_the_model_does() -> None:
-    run_distributed(compare_all, 2)
+    run_distributed(compare_all, 2, timeout=250)
