@@ -159,6 +159,19 @@ def test_calls_before_the_build_are_refused_and_leave_nothing_behind() -> None:
     assert model(x).shape == x.shape
 
 
+def test_a_build_that_cannot_initialize_all_initializes_nothing() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+    with slapo.init_empty_weights():
+        model = nn.Sequential(nn.Linear(3, 3), Own())
+    with pytest.raises(slapo.SlapoError, match=r"'1' \(Own\) cannot initialize \['scale'\]"):
+        slapo.build(slapo.create_schedule(model))
+    assert all(p.is_meta for p in model.parameters())
+
+
 class Scaled(nn.Module):
     """Its initialization reaches into a child, as GPT-2's does for residual projections."""
 
