@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from slapo.graph.fuse.fusion import extract
 from slapo.graph.match.pattern import call_module
 from slapo.graph.match.search import find_by_name, find_subgraphs
 from slapo.graph.trace.views import park_unused
@@ -226,6 +227,23 @@ def test_node_by_function_keeps_arguments_and_drops_the_module(gm):
 
 
 # --- extraction ---
+
+
+# --- extraction ---
+
+
+def test_extract_nested_paths():
+    class Tracer(fx.Tracer):
+        def is_leaf_module(self, m, name):
+            return isinstance(m, (nn.Linear, nn.Dropout))
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), nn.Linear(2, 2))
+    gm = fx.GraphModule(model, Tracer().trace(model))
+    chain = find_by_name(gm.graph, r"0\.0")[0] + find_by_name(gm.graph, r"0\.1")[0]
+    part, paths = extract(gm, chain, "P")
+    assert list(part.state_dict()) == ["0.0.weight", "0.0.bias"]
+    assert part.get_submodule("0.0") is model[0][0]
+    assert paths == {"0.0": "0.0", "0.1": "1"}
 
 
 # --- cost ---
