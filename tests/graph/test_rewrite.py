@@ -108,6 +108,15 @@ def test_vertical_with_concrete_args(gm):
     assert torch.equal(gm(x), expected)
 
 
+def test_vertical_by_a_function_of_any_number_of_arguments(gm):
+    x = torch.randn(BATCH, SEQ, SIZE)
+    expected = gm(x)
+    (match,) = find(gm, lambda a, b: F.gelu(a + b))
+    call = replace_vertical(gm, match, lambda *args: bias_gelu(*args))
+    assert [str(v) for v in call.args] == ["fc1", "bias"]
+    assert torch.equal(gm(x), expected)
+
+
 def split_heads(x, fc, heads):
     return fc(x).view(x.size(0), x.shape[1], heads, -1).transpose(1, 2)
 

@@ -467,17 +467,12 @@ def unnamed(query: Tensor, key: Tensor) -> Tensor:  # in the order of the patter
     return scores(query, key, 3.0)
 
 
-def variadic(*values: Any) -> Tensor:
-    return scores(*values)
-
-
 def all_unnamed(query: Tensor, key: Tensor, scale: float) -> Tensor:
     return scores(query, key, scale)
 
 
 @pytest.mark.parametrize(
-    "new",
-    [reference_scores, ScoresModule(), half_named, key_by_name, unnamed, all_unnamed, variadic],
+    "new", [reference_scores, ScoresModule(), half_named, key_by_name, unnamed, all_unnamed]
 )
 def test_values_go_to_parameters_of_the_same_name(new: Any) -> None:
     sch, match = found_scores()
