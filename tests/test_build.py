@@ -87,26 +87,6 @@ def test_ranks_that_disagree_are_told_the_first_difference() -> None:
         assert "test_build.py" in message
 
 
-def _unfinished(rank: int, world_size: int, layer: nn.Module) -> str:
-    sch = slapo.create_schedule(nn.Sequential(layer))
-    sch["0"].shard("weight", 0)
-    with pytest.raises(slapo.SlapoError) as info:
-        slapo.build(sch)
-    return str(info.value)
-
-
-@pytest.mark.parametrize(
-    ("layer", "remedy"),
-    [
-        (nn.Linear(4, 4), 'add sch["0"].shard("bias", axis=0)'),
-        (nn.Embedding(8, 4), 'add sch["0"].sync("fwd_post", "all_reduce")'),
-    ],
-)
-def test_what_is_left_out_after_a_shard_is_named(layer: nn.Module, remedy: str) -> None:
-    for message in run_distributed(_unfinished, 2, layer):
-        assert remedy in message
-
-
 def test_the_help_of_build_tells_the_options_of_every_target() -> None:
     from slapo.framework_dialect.deepspeed.runtime import DeepSpeedOptions
     from slapo.framework_dialect.megatron.options import MegatronOptions

@@ -167,3 +167,4 @@ def test_the_table() -> None:
     assert len(names) == len(set(names))
     files = {f"{group}{'_on_two_ranks' if ranks > 1 else ''}.txt" for group, ranks in TABLE}
     assert {file.name for file in GOLDEN.iterdir()} == files
+    assert set(base._BUILTIN) <= {group for group, _ in TABLE}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,16 +16,13 @@ import slapo
 from slapo.pattern import call_module
 from slapo.sharding.whole_steps import slices_of
 from tests.distributed import run_distributed
+from tests.primitives.models import Computes, OneLayer
 
 TRACERS = ["pytorch", "huggingface", "dynamo"]
 
 
-class Loose(nn.Module):
+class Loose(OneLayer):
     """A forward with all that a signature can have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
 
     def forward(
         self, x: Tensor, must: Tensor | None, *rest: Tensor, scale: float = 2.0, **kwargs: Any
@@ -131,40 +130,22 @@ def test_code_is_that_of_the_graph() -> None:
     assert "torch.sin" in str(sch.mod)
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.drop = nn.LayerNorm(16), nn.Dropout(0.37)
-        self.plain = nn.LayerNorm(16, eps=1e-3, elementwise_affine=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.plain(self.drop(self.norm(x)))
+def shard_by_columns(node: slapo.Schedule) -> None:
+    node.shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
 
 
-def test_functions_in_patterns_match_modules_as_they_are() -> None:
-    sch = slapo.create_schedule(Normed())
-    assert len(sch.find(lambda x: F.layer_norm(x, 16))) == 2
-    assert len(sch.find(lambda x: F.layer_norm(x, (16,)))) == 2
-    assert len(sch.find(lambda x: F.dropout(x))) == 1
-    assert len(sch.find(lambda x: F.dropout(F.layer_norm(x, 16)))) == 1
+def shard_by_rows(node: slapo.Schedule) -> None:
+    node.shard("weight", axis=1).sync("fwd_post", "all_reduce")
 
 
-class Same(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return x * torch.sin(x) + x * torch.sin(y)
-
-
-def test_an_argument_used_twice_is_one_value() -> None:
-    sch = slapo.create_schedule(Same())
-    assert len(sch.find(lambda v: v * torch.sin(v))) == 1
-    assert len(sch.find(lambda v, w: v * torch.sin(w))) == 2
-
-
-def test_decompose_after_a_shard_that_made_nothing_smaller() -> None:
+@pytest.mark.parametrize("shard", [shard_by_columns, shard_by_rows])
+def test_decompose_after_a_shard_that_made_nothing_smaller(
+    shard: Callable[[slapo.Schedule], None],
+) -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 6), nn.ReLU()))
     weight, x = sch.mod[0].weight, torch.randn(3, 4)
     expected = sch.mod(x)
-    sch["0"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
+    shard(sch["0"])
     sch["0"].decompose()
     assert sch["0"].mod.weight is weight
     assert sch["0"].metadata.primitives["shard"]
@@ -174,71 +155,20 @@ def test_decompose_after_a_shard_that_made_nothing_smaller() -> None:
         sch["0"].shard("weight", axis=0)
 
 
-def test_decompose_after_a_row_shard_alone() -> None:
-    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 6), nn.ReLU()))
-    x = torch.randn(3, 4)
-    expected = sch.mod(x)
-    sch["0"].shard("weight", axis=1).sync("fwd_post", "all_reduce").decompose()
-    model, _ = slapo.build(sch)
-    torch.testing.assert_close(model(x), expected)
-
-
-def decompose_a_slice(rank: int, world_size: int) -> None:
-    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 6), nn.ReLU()))
-    sch["0"].shard("bias", axis=0)
-    with pytest.raises(ValueError, match=r"sharded already \(bias\)"):
-        sch["0"].decompose()
-
-
-@pytest.mark.distributed
-def test_decompose_after_a_shard_that_made_it_smaller() -> None:
-    run_distributed(decompose_a_slice, 2)
-
-
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.ReLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x))
-
-
-class Joined(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(x * 2)
-
-
 def test_hooks_of_a_chain_go_to_what_replaces_it() -> None:
-    model, seen = Chain(), []
+    parts = OrderedDict(first=nn.Linear(4, 4), last=nn.ReLU())
+    model, seen = nn.Sequential(parts), []
     model.first.register_forward_pre_hook(lambda *_: seen.append("pre"))
     model.first.register_full_backward_hook(lambda *_: seen.append("backward"))
     model.last.register_forward_hook(lambda *_: seen.append("post"))
     sch = slapo.create_schedule(model)
     subgraph = sch.find(lambda x: call_module("last", call_module("first", x)))
-    new = Joined()
+    new = Computes(lambda x: torch.relu(x * 2))
     sch.replace(new, subgraph)
     sch.mod(torch.ones(2, 4, requires_grad=True)).sum().backward()
     assert seen == ["pre", "post", "backward"]
     hooks = slapo.utils.common.get_hooks(new)
     assert [len(hooks[mode]) for mode in ("fwd_pre", "fwd_post", "bwd_post")] == [1, 1, 1]
-
-
-class Soft(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.softmax(x, dim=-1, _stacklevel=3, dtype=None)
-
-
-def test_keywords_that_say_nothing_are_dropped() -> None:
-    def lean(x: Tensor, dim: int) -> Tensor:
-        return torch.exp(x) / torch.exp(x).sum(dim, keepdim=True)
-
-    sch = slapo.create_schedule(Soft())
-    sch.trace()
-    x = torch.randn(2, 3)
-    expected = sch.mod(x)
-    sch.replace(lean, sch.find_node(lambda node: node.target is F.softmax)[0])
-    torch.testing.assert_close(sch.mod(x), expected)
 
 
 def fill(module: nn.Module) -> None:
@@ -284,11 +214,6 @@ def test_kernels_that_are_not_here(name: str, caplog: pytest.LogCaptureFixture) 
     assert f'attn_op_name={name!r} means "auto" here' in caplog.text
     x = torch.randn(2, 5, 4, 8)
     assert torch.equal(op(x, x, x), slapo.op.FlashAttentionOp("auto", True)(x, x, x))
-
-
-def test_kernels_that_never_were() -> None:
-    with pytest.raises(ValueError, match="attn_op_name is 'flashy'"):
-        slapo.op.FlashAttentionOp("flashy")
 
 
 def test_a_tag_is_listed_at_the_root() -> None:

@@ -8,37 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.testing import assert_close
 
 import slapo
 from slapo.graph.trace.nests import tensors
-from tests.graph.zoo import FAMILIES, each_layer, transformers
-from tests.test_published_behaviour import TRACERS, left_over
-
-
-def bert(layers: int = 1) -> nn.Module:
-    config = transformers.BertConfig(
-        hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=64
-    )
-    return transformers.BertModel(config).eval()
-
-
-@pytest.mark.parametrize("tracer", TRACERS)
-@pytest.mark.parametrize("path", ["encoder.layer.0.attention", "encoder.layer.0"])
-def test_constants_read_off_a_layer(tracer: str, path: str) -> None:
-    model = bert()
-    x = torch.randn(2, 5, 32)
-    expected = model.get_submodule(path)(x)
-    sch = slapo.create_schedule(model)
-    constants = left_over(sch[path].mod, "hidden_states")
-    assert sch[path].trace(tracer=tracer, flatten=True, concrete_args=constants)
-    assert isinstance(sch[path].mod, fx.GraphModule)
-    got = sch[path].mod(x)
-    torch.testing.assert_close(
-        got[0] if isinstance(got, tuple) else got,
-        expected[0] if isinstance(expected, tuple) else expected,
-    )
+from tests.graph.zoo import FAMILIES, each_layer
+from tests.test_published_behaviour import TRACERS
 
 
 @pytest.mark.parametrize("part", ["layer", "attention"])

@@ -201,10 +201,6 @@ def test_errors_name_the_remedy() -> None:
         set_random_seed(dp_rank=-1)
 
 
-def test_earlier_name_of_the_tracker() -> None:
-    assert slapo_random.get_cuda_rng_tracker is get_rng_tracker
-
-
 @pytest.mark.gpu
 def test_the_accelerator_has_a_state_of_its_own() -> None:
     device = torch.accelerator.current_accelerator()

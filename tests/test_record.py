@@ -718,59 +718,11 @@ def scaled_into_tanh(sch: Schedule) -> None:
     sch.replace(scaled_tanh, sch.find(scaled_gelu))
 
 
-def missing_layer(sch: Schedule) -> None:
-    sch.select("layers.*").checkpoint()
-    sch["layers.2.fc1"].shard("weight", 0)
-
-
-def blocks(sch: Schedule) -> None:
-    sch["1"].replace(nn.GELU())
-    sch["0"].shard("weight", axis=0, blocks=4)
-
-
-#: A schedule, the model it was recorded on, another model, and why it is refused there.
-ELSEWHERE = [
-    (
-        missing_layer,
-        Stack(depth=3),
-        Stack(depth=2),
-        KeyError,
-        r"replay: step 2 \(recorded at .*test_record.py:\d+\): no module at 'layers.2'; nearest "
-        r"paths are .*; the model is unchanged",
-    ),
-    (
-        blocks,
-        nn.Sequential(nn.Linear(4, 8), nn.ReLU()),
-        nn.Sequential(nn.Linear(4, 7), nn.ReLU()),
-        ValueError,
-        r"replay: step 1 \(recorded at .*test_record.py:\d+\): sch\[\"0\"\].shard\("
-        r"tensor_name='weight', axis=0, blocks=4\): size 7 .*; the model is unchanged",
-    ),
-    (
-        scaled_into_tanh,
-        Acts(nn.GELU()),
-        Acts(nn.ReLU()),
-        slapo.SlapoError,
-        "finds 0 matches here, but found 1 when the record was made; replay on the same model",
-    ),
-    (
-        scaled_into_tanh,
-        Acts(nn.GELU()),
-        nn.Sequential(nn.GELU()),
-        slapo.SlapoError,
-        "finds 0 matches here",
-    ),
-]
-
-
-@pytest.mark.parametrize(("schedule", "model", "other", "error", "message"), ELSEWHERE)
-def test_a_model_that_the_record_does_not_fit(
-    schedule: Any, model: nn.Module, other: nn.Module, error: Any, message: str
-) -> None:
-    sch = slapo.create_schedule(copy.deepcopy(model))
-    schedule(sch)
-    refused(other, sch.record, error, message)
-    assert slapo.replay(copy.deepcopy(model), sch.record).digest() == sch.digest()
+@pytest.mark.parametrize("other", [Acts(nn.ReLU()), nn.Sequential(nn.GELU())])
+def test_a_model_that_the_record_does_not_fit(other: nn.Module) -> None:
+    sch = slapo.create_schedule(Acts(nn.GELU()))
+    scaled_into_tanh(sch)
+    refused(other, sch.record, slapo.SlapoError, "finds 0 matches here, but found 1 when")
 
 
 def test_a_graph_with_other_edges() -> None:
@@ -843,13 +795,6 @@ def test_a_trace_that_fails() -> None:
     message = r"step 0 .*sch\[\"0\"\].trace\(\) failed, see the warning"
     with pytest.warns(UserWarning, match="could not be traced"):
         refused(model, sch.record, slapo.SlapoError, message)
-
-
-def test_what_is_no_record() -> None:
-    with pytest.raises(TypeError, match=r"got int; pass the path of a file, or sch\.record"):
-        slapo.replay(stack(), 3)
-    with pytest.raises(FileNotFoundError):
-        slapo.replay(stack(), "nowhere.json")
 
 
 def test_a_function_that_is_another_one_now(tmp_path: Path) -> None:

@@ -142,12 +142,13 @@ WIDE: dict[str, tuple[str, ...]] = {
         "resnet-True",
         "roberta-True",
     ),
-    "weights/test_pretrained.py::test_folders_come_back_from_deepspeed": (
-        "zero 3 late",
+    "weights/test_pretrained.py::test_folders_come_back_the_same": (
+        "pp 2",
         "zero 1 late",
+        "zero 3 late",
+        "tp 4",
+        "pp 2 fsdp",
     ),
-    "weights/test_pretrained.py::test_folders_come_back_from_four_ranks": ("pp 2 fsdp", "tp 4"),
-    "weights/test_pretrained.py::test_folders_come_back_the_same": ("pp 2",),
     "weights/test_pretrained.py::test_what_is_on_meta_is_shared_out_first": (
         "layout1-options1-keys1",
         "layout2-options2-keys2",

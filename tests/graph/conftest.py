@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from slapo.verify.placement.offline import fake_world
 
 
 @pytest.fixture
@@ -18,6 +19,5 @@ def process_group() -> Iterator[None]:
 @pytest.fixture
 def two_ranks() -> Iterator[None]:
     """A group of two processes, of which this one runs alone."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
+    with fake_world(2, 0):
+        yield

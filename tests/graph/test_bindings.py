@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from slapo.graph.match.canonical import ModuleState
 from slapo.graph.match.pattern import Pattern, call_module
-from slapo.graph.match.search import find_by_name, find_subgraphs
+from slapo.graph.match.search import find_subgraphs
 from tests.graph.rewrites import Calls, replace_vertical
 
 
@@ -149,12 +149,6 @@ def test_arguments_are_in_the_order_of_the_pattern():
     assert list(bound.items()) == [("q", "x"), ("k", "y")]
 
 
-def test_a_name_has_no_arguments():
-    gm = fx.symbolic_trace(Calls(nn.Linear(2, 2)))
-    (match,) = find_by_name(gm.graph, "mod")
-    assert match.bindings == {}
-
-
 def test_sizes_of_the_match_itself_are_no_arguments():
     def code(x):
         h = x.exp()
@@ -164,15 +158,6 @@ def test_sizes_of_the_match_itself_are_no_arguments():
     (match,) = find_subgraphs(gm.graph, gm.get_submodule, lambda a, k: a.exp().view(k, -1))
     assert [node.name for node in match] == ["exp", "size", "mul", "view"]
     assert list(match.bindings) == ["a"]
-
-
-def test_matches_stay_lists_of_nodes():
-    gm = fx.symbolic_trace(lambda x: x.exp().relu())
-    (match,) = find_subgraphs(gm.graph, gm.get_submodule, lambda a: a.exp().relu())
-    _, exp, relu, _ = gm.graph.nodes
-    assert match == [exp, relu]
-    assert repr(match) == "[exp, relu]"
-    assert sorted(match) == [exp, relu]
 
 
 def test_bindings_follow_rewrites_beside_the_match():

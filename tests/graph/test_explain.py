@@ -68,21 +68,6 @@ def test_opaque_calls_on_the_way():
     assert "flatten" not in text
 
 
-def test_the_bias_within_a_linear_layer():
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(2, 2)
-
-        def forward(self, x):
-            return F.gelu(self.fc(x))
-
-    text = why(graph_of(Model()), lambda x, bias: F.gelu(x + bias))
-    assert "1 of 2 operations" in text
-    assert "add was not: in its place is fc (Linear)" in text
-    assert "fc (Linear) adds its bias internally: call .decompose() on the layer" in text
-
-
 def test_other_constants():
     def code(x):
         return F.gelu(x * 2.0, approximate="tanh").view(2, -1)

@@ -13,7 +13,6 @@ from torch import fx, nn
 
 from slapo.errors import SlapoError
 from slapo.graph.fuse import torchscript
-from slapo.graph.fuse.fusion import COMPILERS
 from slapo.graph.match.pattern import call_module
 from slapo.graph.match.search import find_by_name, find_subgraphs
 from slapo.graph.rewrite.rules import Replace, carry_out
@@ -384,20 +383,6 @@ def test_what_torchscript_cannot_compile():
     with pytest.raises(SlapoError, match=r"cannot compile 'FusedModule'.*compiler=None") as info:
         fusion_of(gm, nodes)
     assert len(str(info.value)) < 400
-
-
-def test_wrong_arguments(gm):
-    with pytest.raises(ValueError, match="takes one subgraph, got 2"):
-        fusion_of(gm, find_by_name(gm.graph, "fc"))
-    with pytest.raises(ValueError, match="empty"):
-        fusion_of(gm, [])
-    open_match = [n for n in gm.graph.nodes if n.name in ("fc2", "gelu", "fc1")]
-    with pytest.raises(ValueError, match="used outside"):
-        fusion_of(gm, open_match)
-
-
-def test_compilers_are_listed():
-    assert list(COMPILERS) == ["TorchScript", "inductor", None]
 
 
 def test_inductor_keeps_names_and_compiles_late(gm):

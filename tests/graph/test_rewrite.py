@@ -1,8 +1,6 @@
-"""Rewrites keep numbers and gradients, or change nothing and say why."""
+"""Rewrites of one graph: which modules stay, what misfits, what is walked."""
 
 import copy
-import operator
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +12,6 @@ from torch import fx, nn
 from slapo.graph.fuse.fusion import extract
 from slapo.graph.match.pattern import call_module
 from slapo.graph.match.search import find_by_name, find_subgraphs
-from slapo.graph.rewrite.plan import check_closed, subgraph_inputs
-from slapo.graph.rewrite.rules import Replace, carry_out
 from slapo.graph.trace.views import park_unused
 from tests.graph.rewrites import leaves_of, replace_horizontal, replace_node, replace_vertical
 from tests.graph.served import make
@@ -40,15 +36,6 @@ class Block(nn.Module):
         return self.drop(self.fc2(F.gelu(self.fc1(a) + self.bias))) + x
 
 
-class Qkv(nn.Module):
-    def __init__(self, *parts: nn.Linear) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-
-    def forward(self, x):
-        return tuple(part(x) for part in self.parts)
-
-
 def bias_gelu(x, bias):
     return F.gelu(x + bias)
 
@@ -63,65 +50,7 @@ def find(gm: fx.GraphModule, pattern: Callable[..., Any]) -> list[list[fx.Node]]
     return find_subgraphs(gm.graph, gm.get_submodule, pattern)
 
 
-def numbers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Output and gradients; parameters are told apart by their memory, as names may change."""
-    torch.manual_seed(1)
-    x = torch.randn(BATCH, SEQ, SIZE, requires_grad=True)
-    module.zero_grad()
-    out = module(x)
-    out.square().sum().backward()
-    grads = {f"{p.data_ptr()}": p.grad for p in module.parameters()}
-    return {"out": out, "x": x.grad, **grads}
-
-
-def assert_same(module: nn.Module, expected: dict[str, torch.Tensor]) -> None:
-    actual = numbers(module)
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=0, atol=0)
-
-
 # --- vertical ---
-
-
-@pytest.mark.parametrize("new", [bias_gelu, lambda *args: bias_gelu(*args)])
-def test_vertical_by_a_function(gm, new):
-    expected = numbers(gm)
-    (match,) = find(gm, lambda a, b: F.gelu(a + b))
-    call = replace_vertical(gm, match, new)
-    gm.graph.lint()
-    assert call.op == "call_function"
-    assert [str(v) for v in call.args] == ["fc1", "bias"]
-    assert_same(gm, expected)
-    assert new in [n.target for n in gm.graph.nodes]
-
-
-class FcGelu(nn.Module):
-    def __init__(self, fc: nn.Linear) -> None:
-        super().__init__()
-        self.fc = fc
-
-    def forward(self, x, bias):
-        return F.gelu(self.fc(x) + bias)
-
-
-def test_vertical_by_a_module_takes_the_old_modules_away(gm):
-    expected, keys = numbers(gm), set(gm.state_dict())
-    (match,) = find(gm, lambda a, b: F.gelu(call_module("fc1", a) + b))
-    call = replace_vertical(gm, match, FcGelu(gm.fc1))
-    assert (call.op, call.target) == ("call_module", "FcGelu_0")
-    assert not hasattr(gm, "fc1")
-    assert set(gm.state_dict()) == keys - {"fc1.weight"} | {"FcGelu_0.fc.weight"}
-    gm.graph.lint()
-    assert_same(gm, expected)
-
-
-def test_vertical_names(gm):
-    matches = find_by_name(gm.graph, "query|key|value")
-    names = [replace_vertical(gm, m, nn.Identity(), name="New").target for m in matches]
-    assert names == ["New_0", "New_1", "New_2"]
-    (match,) = find_by_name(gm.graph, "New_1")
-    assert replace_vertical(gm, match, nn.Identity(), name="New").target == "New_3"
 
 
 def test_shared_module_stays_until_its_last_call():
@@ -171,16 +100,21 @@ def test_vertical_with_concrete_args(gm):
         assert flag
         return F.gelu((x + bias) * scale, approximate=approximate)
 
-    expected = numbers(gm)
+    x = torch.randn(BATCH, SEQ, SIZE)
+    expected = gm(x)
     (match,) = find(gm, lambda a, b: F.gelu(a + b))
     call = replace_vertical(gm, match, general, concrete_args={"approximate": "none", "flag": True})
     assert call.args == ()
-    assert_same(gm, expected)
+    assert torch.equal(gm(x), expected)
 
 
-def test_vertical_by_a_builtin(gm):
+def test_vertical_by_a_function_of_any_number_of_arguments(gm):
+    x = torch.randn(BATCH, SEQ, SIZE)
+    expected = gm(x)
     (match,) = find(gm, lambda a, b: F.gelu(a + b))
-    assert replace_vertical(gm, match, torch.add).target is torch.add
+    call = replace_vertical(gm, match, lambda *args: bias_gelu(*args))
+    assert [str(v) for v in call.args] == ["fc1", "bias"]
+    assert torch.equal(gm(x), expected)
 
 
 def split_heads(x, fc, heads):
@@ -251,80 +185,7 @@ def test_misfits_change_nothing(gm, new, concrete, message):
     assert (str(gm.graph), list(gm.state_dict())) == before
 
 
-def test_open_subgraphs_are_refused():
-    gm = fx.symbolic_trace(_leaky)
-    (match,) = find(gm, lambda a: a.exp().relu())
-    with pytest.raises(ValueError, match=r"'exp' of the subgraph is also used outside, by 'add'"):
-        check_closed(match)
-    with pytest.raises(ValueError, match="used outside"):
-        replace_vertical(gm, match, torch.relu)
-
-
-def _leaky(x):
-    h = x.exp()
-    return h.relu() + h
-
-
-def test_stale_foreign_and_wrong_nodes(gm):
-    (match,) = find(gm, lambda a, b: F.gelu(a + b))
-    replace_vertical(gm, match, bias_gelu)
-    with pytest.raises(ValueError, match=r"no longer.*find\(\) again"):
-        replace_vertical(gm, match, bias_gelu)
-    other = find_by_name(fx.symbolic_trace(Block()).graph, "fc1")[0]
-    with pytest.raises(ValueError, match="not"):
-        replace_vertical(gm, other, nn.Identity())
-    with pytest.raises(ValueError, match="empty"):
-        replace_vertical(gm, [], nn.Identity())
-    with pytest.raises(ValueError, match="placeholder"):
-        replace_vertical(gm, [next(iter(gm.graph.nodes))], nn.Identity())
-    with pytest.raises(TypeError, match="graph nodes"):
-        replace_vertical(gm, ["fc1"], nn.Identity())
-    with pytest.raises(ValueError, match="cannot name a submodule"):
-        replace_vertical(gm, find_by_name(gm.graph, "fc1")[0], nn.Identity(), name="a.b")
-    with pytest.raises(TypeError, match="must be a module or a function"):
-        replace_vertical(gm, find_by_name(gm.graph, "fc1")[0], 3)
-
-
-def test_inputs_are_in_order_of_first_use():
-    gm = fx.symbolic_trace(lambda a, b, c: c * b + a * c)
-    nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
-    assert [n.name for n in subgraph_inputs(reversed(nodes))] == ["c", "b", "a"]
-
-
 # --- horizontal ---
-
-
-def test_horizontal(gm):
-    expected = numbers(gm)
-    matches = find_by_name(gm.graph, "query|key|value")
-    qkv = Qkv(gm.query, gm.key, gm.value)
-    call = replace_horizontal(gm, matches, qkv, name="FusedQKV")
-    gm.graph.lint()
-    assert (call.name, call.target) == ("fused_qkv_0", "FusedQKV_0")
-    assert [user.target for user in call.users] == [operator.getitem] * 3
-    assert [user.args[1] for user in call.users] == [0, 1, 2]
-    assert not hasattr(gm, "query")
-    assert_same(gm, expected)
-
-
-def test_horizontal_of_chains_with_concrete_args():
-    def code(x, y):
-        a = (x + y).relu()
-        unrelated = y.sin()
-        b = (y * x).exp()
-        return a - b + unrelated
-
-    gm = fx.symbolic_trace(code)
-    subgraphs = [*find(gm, lambda a, b: (a + b).relu()), *find(gm, lambda a, b: (a * b).exp())]
-    gm_inputs = torch.randn(2, 3)
-    expected = gm(*gm_inputs)
-
-    def both(x, y, scale):
-        return (x + y).relu() * scale, (y * x).exp()
-
-    replace_horizontal(gm, subgraphs, both, concrete_args={"scale": 1.0})
-    gm.graph.lint()
-    torch.testing.assert_close(gm(*gm_inputs), expected, rtol=0, atol=0)
 
 
 def test_horizontal_stands_after_its_inputs_and_before_its_uses():
@@ -361,14 +222,6 @@ def test_horizontal_refusals():
 # --- one node ---
 
 
-def test_node_by_function(gm):
-    expected = numbers(gm)
-    node = next(n for n in gm.graph.nodes if n.target is F.gelu)
-    new = replace_node(gm, node, lambda x, approximate="none": F.gelu(x))
-    assert new.op == "call_function"
-    assert_same(gm, expected)
-
-
 def test_node_by_function_keeps_arguments_and_drops_the_module(gm):
     def linear(x, factor=1):
         return torch.zeros(BATCH, SEQ, SIZE) * factor
@@ -382,31 +235,10 @@ def test_node_by_function_keeps_arguments_and_drops_the_module(gm):
         replace_node(gm, next(iter(gm.graph.nodes)), linear)
 
 
-def test_a_plan_changes_nothing(gm):
-    before, keys = str(gm.graph), list(gm.state_dict())
-    matches = find_by_name(gm.graph, "query|key|value")
-    rule = Replace(gm, matches, Qkv(gm.query, gm.key, gm.value))
-    assert [len(chain) for chain in rule.plan.chains] == [1, 1, 1]
-    assert (str(gm.graph), list(gm.state_dict())) == (before, keys)
-    assert carry_out(gm, rule).target == "Qkv_0"
-    with pytest.raises(ValueError, match="was applied already"):
-        carry_out(gm, rule)
-
-
 # --- extraction ---
 
 
-def test_extract_shares_modules_under_the_same_names(gm):
-    match = [n for n in gm.graph.nodes if n.name in ("fc1", "add", "gelu", "fc2", "drop")]
-    part, paths = extract(gm, match, "Part")
-    assert set(part.state_dict()) == {"fc1.weight", "fc2.weight", "fc2.bias"}
-    assert part.fc1 is gm.fc1
-    assert paths == {"fc1": "fc1", "fc2": "fc2", "drop": "drop"}
-    assert type(part).__name__ == "Part"
-    x = torch.randn(BATCH, SEQ, SIZE)
-    expected = gm.fc2(F.gelu(gm.fc1(x) + gm.bias))
-    torch.testing.assert_close(part(x, gm.bias), expected, rtol=0, atol=0)
-    pickle.loads(pickle.dumps(part))
+# --- extraction ---
 
 
 def test_extract_nested_paths():
@@ -433,6 +265,15 @@ def chain(number: int) -> fx.GraphModule:
         return x
 
     return fx.symbolic_trace(code)
+
+
+class FcGelu(nn.Module):
+    def __init__(self, fc: nn.Linear) -> None:
+        super().__init__()
+        self.fc = fc
+
+    def forward(self, x, bias):
+        return F.gelu(self.fc(x) + bias)
 
 
 def test_a_rewrite_never_walks_the_graph(monkeypatch):

@@ -252,3 +252,15 @@ MODELS = {
     ),
     "wideresnet": Model(wide_resnet, plain_images),
 }
+#: Key -> changes by which its model has a first and a last layer only; others go by the default.
+_SHALLOW: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_layer": 2},
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "t5": {},
+    "wideresnet": {},
+}
+
+
+def shallow(key: str) -> dict[str, Any]:
+    """Changes for tests of many modes, in which more layers are more of the same."""
+    return _SHALLOW.get(key, {"num_hidden_layers": 2})

@@ -19,7 +19,7 @@ from slapo.model_schedule import (
 )
 from slapo.verify.placement import check
 from slapo.verify.placement.offline import fake_world
-from tests.model_schedule.models import MODELS
+from tests.model_schedule.models import MODELS, shallow
 from tests.model_schedule.modes import MODES, REFUSED
 
 CHECKED = ["layers", "slices", "fused", "tokens", "own", "all"]
@@ -33,7 +33,7 @@ def test_recipes_pass(key: str, ranks: int) -> None:
             continue
         with fake_world(ranks, ranks - 1):
             slapo.set_random_seed(1, tp_rank=ranks - 1)
-            sch = apply_schedule(MODELS[key].build(), key, **MODES[mode])
+            sch = apply_schedule(MODELS[key].build(**shallow(key)), key, **MODES[mode])
             check(sch, MODELS[key].inputs(3, 12))
 
 

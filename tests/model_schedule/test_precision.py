@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import slapo
 from slapo.model_schedule import apply_schedule
 from tests.model_schedule.equality import result
-from tests.model_schedule.models import MODELS
+from tests.model_schedule.models import MODELS, shallow
 
 #: Batches, whose errors are taken together: those of one have luck.
 SEEDS = 4
@@ -48,7 +48,7 @@ def test_t5_with_a_stream_of_float32_among_halves(gated: bool) -> None:
 def test_gradients_in_half_precision(key: str, options: dict[str, Any]) -> None:
     if key == "vit":  # which has no head of a vocabulary
         options = {name: value for name, value in options.items() if name != "fused_loss"}
-    model, half, ours = (MODELS[key].build() for _ in range(3))
+    model, half, ours = (MODELS[key].build(**shallow(key)) for _ in range(3))
     half = half.to(torch.bfloat16)
     model.load_state_dict(half.state_dict())  # weights that bfloat16 has
     built, _ = slapo.build(apply_schedule(ours, key, bf16=True, **options))

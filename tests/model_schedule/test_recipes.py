@@ -13,7 +13,7 @@ import slapo
 from slapo.model_schedule import apply_schedule, recipe_keys
 from tests.distributed import run_distributed
 from tests.model_schedule.equality import difference
-from tests.model_schedule.models import MODELS, tokens
+from tests.model_schedule.models import MODELS, shallow, tokens
 from tests.model_schedule.modes import MODES, REFUSED, UNCUT
 
 #: Relative, in float32: sums are in another order, over other parts.
@@ -32,7 +32,7 @@ def differences(key: str, group: Any = None) -> dict[str, float | str]:
     found: dict[str, float | str] = {}
     for mode, options in MODES.items():
         try:
-            found[mode] = max(difference(key, options, group).values())
+            found[mode] = max(difference(key, options, group, **shallow(key)).values())
         except ValueError as error:
             found[mode] = str(error)
     return found
@@ -114,8 +114,8 @@ def hidden_states(rank: int, world_size: int, keys: list[str]) -> dict[str, list
     found = {}
     for key in keys:
         slapo.set_random_seed(3, tp_rank=rank)
-        model = MODELS[key].build(**dropouts[key])
-        plain = MODELS[key].build()
+        model = MODELS[key].build(**shallow(key), **dropouts[key])
+        plain = MODELS[key].build(**shallow(key))
         sch = apply_schedule(model, key, group=dist.group.WORLD)
         built, _ = slapo.build(sch)
         inputs = MODELS[key].inputs(3, 9)

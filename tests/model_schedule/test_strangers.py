@@ -20,8 +20,6 @@ from tests.distributed import run_distributed
 from tests.fingerprint import refused
 from tests.model_schedule.models import MODELS, tokens, transformers
 
-#: Of what PEFT asks Transformers.
-
 SIZES: dict[str, Any] = {
     "vocab_size": 131,
     "hidden_size": 32,
@@ -360,11 +358,12 @@ def check_refusal(sch: Any) -> None:
         sch["layers.0"].shard("weight", axis=0)
 
 
+def adamw(parameters: Any) -> Any:
+    return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=1e-2)
+
+
 def in_an_engine(rank: int, world_size: int, folder: str) -> None:
     mesh, batch = slapo.init_mesh(tp=world_size, device="cpu"), tokens(3, 8)
-
-    def adamw(parameters: Any) -> Any:
-        return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=1e-2)
 
     def built(sch: Any) -> Any:
         options = {"loss_fn": lambda output, labels: output.loss, "optimizer": adamw}
@@ -400,10 +399,6 @@ def test_adapters_in_an_engine_and_from_files(tmp_path: Path) -> None:
 def in_other_layouts(rank: int, world_size: int, folder: str) -> None:
     """Adapters between schedule and build: replicas by FSDP2, and stages."""
     batch = tokens(4, 8)
-
-    def adamw(parameters: Any) -> Any:
-        return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=1e-2)
-
     plain = adapted(MODELS["llama"].build(), *ADAPTED["llama"])
     optimizer, wanted = adamw(plain.parameters()), []
     for _ in range(2):

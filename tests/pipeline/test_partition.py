@@ -17,6 +17,7 @@ from slapo.pipeline import PipelinedModule, Stage, StageTie, analyze_tie_weights
 from slapo.pipeline import generate_pipeline_partition as partition
 from slapo.pipeline.boundaries import ShapeProbe, describe_tensors
 from slapo.pipeline.ties import ties_of_stages
+from tests.primitives.models import OneLayer, TwoLayers
 
 
 class Block(nn.Module):
@@ -204,11 +205,7 @@ def test_a_call_that_is_not_there() -> None:
 
 # --- inputs ---------------------------------------------------------------------------------
 def test_inputs_are_bound_as_the_model_does() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
+    class Two(TwoLayers):
         def forward(self, x: Tensor, y: Tensor, flag: bool = False) -> Tensor:
             return self.b(self.a(x)) + y
 
@@ -227,11 +224,7 @@ def test_inputs_are_bound_as_the_model_does() -> None:
         sch.mod(x, y, False, 1)
 
 
-class Masked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
+class Masked(TwoLayers):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return self.b(self.a(x * mask)) + torch.arange(x.size(1), device=x.device)
 
@@ -245,11 +238,7 @@ def test_a_tensor_that_the_example_gives_twice_is_two_inputs() -> None:
     assert torch.equal(sch.mod(x, x), model(x, x))
 
 
-class AsksForOne(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
+class AsksForOne(TwoLayers):
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
         y = self.a(x if x.size(0) == 1 else -x)
         return self.b(y) + scale if x.size(0) == 1 else self.b(y) * scale
@@ -266,12 +255,8 @@ def test_a_model_that_asks_for_a_batch_of_one_serves_any(batch: int) -> None:
     assert torch.equal(sch.mod.eval()(x, scale), model(x, scale))
 
 
-class Scan(nn.Module):
+class Scan(OneLayer):
     """Loops over the tokens, as the slow path of Mamba does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
 
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         return torch.stack([self.fc(x[:, k]) for k in range(x.size(1))], 1)
@@ -314,11 +299,7 @@ def test_a_layer_that_may_cut_its_input_asks_for_the_size() -> None:
 
 
 def test_each_mode_asks_for_its_own_sizes() -> None:
-    class Halves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
+    class Halves(TwoLayers):
         def forward(self, x: Tensor) -> Tensor:
             x = self.a(x)
             if not self.training and x.size(1) > 8:
@@ -453,37 +434,31 @@ def test_a_cut_within_no_grad_is_refused_and_after_it_kept() -> None:
     assert gradients["submod_0.0.c.weight"]
 
 
-class Writes(nn.Module):
+class Writes(TwoLayers):
     """Writes to a tensor of an earlier stage."""
-
-    def __init__(self, again: bool) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.again = again
 
     def forward(self, x: Tensor) -> Tensor:
         kept = self.a(x)
         y = self.b(kept)
         kept.add_(1.0)
-        return y * kept if self.again else y
+        return y * kept
+
+
+class Scales(TwoLayers):
+    """Writes to what its first layer computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).mul_(3.0))
 
 
 def test_writing_to_what_an_earlier_stage_computed() -> None:
-    class Alone(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.a(x).mul_(3.0))
-
-    model = Alone()
+    model = Scales()
     x = torch.randn(2, 4)
-    expected = Alone.forward(model, x)
+    expected = Scales.forward(model, x)
     sch = cut(model, "", "a", tracer="huggingface", example_inputs=(x,))
     hidden = sch.mod.stages[0](x)[0].detach().requires_grad_()
     assert torch.equal(sch.mod.stages[1](hidden), expected)
-    sch = slapo.create_schedule(Writes(again=True))
+    sch = slapo.create_schedule(Writes())
     sch.trace_until("", tracer="huggingface", example_inputs=(x,))
     sch["a"].cut_pipeline_stage()
     with pytest.raises(slapo.SlapoError, match="writes to 'a', which an earlier stage computes"):
@@ -529,12 +504,11 @@ def test_a_failed_partition_changes_nothing() -> None:
     assert str(sch) == text
 
 
-class Views(nn.Module):
+class Views(TwoLayers):
     """Writes through a view, after the cut; `late` makes the view in the stage of the write."""
 
     def __init__(self, late: bool) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
         self.late = late
 
     def forward(self, x: Tensor) -> Tensor:
@@ -561,10 +535,9 @@ def test_writing_through_a_view_across_a_cut() -> None:
     assert torch.equal(sch.mod(x), expected)
 
 
-class Counts(nn.Module):
+class Counts(TwoLayers):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
         self.register_buffer("count", torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -601,14 +574,6 @@ def test_a_module_that_writes_to_what_it_receives() -> None:
 
 
 def test_a_replacement_that_writes_to_what_it_receives() -> None:
-    class Scales(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.a(x).mul_(3.0))
-
     sch = slapo.create_schedule(Scales())
     sch.trace_until("")
     sch.replace(lambda x: x.mul_(3.0), sch.find(lambda x: x.mul_(3.0)))

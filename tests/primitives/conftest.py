@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 
 import pytest
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from slapo.verify.placement.offline import fake_world
 
 
 @pytest.fixture
 def pair() -> Iterator[None]:
     """This process is rank 1 of a group of two whose collectives do nothing."""
-    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
-    yield
-    dist.destroy_process_group()
+    with fake_world(2, 1):
+        yield

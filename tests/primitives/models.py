@@ -7,6 +7,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class OneLayer(nn.Module):
+    """A layer `fc`; a subclass says what is done with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+
+class TwoLayers(nn.Module):
+    """Layers `a` and `b`; a subclass says what is done with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
 class Block(nn.Module):
     """A residual MLP."""
 
@@ -63,12 +79,8 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.fc(self.emb(tokens))))
 
 
-class DataDependent(nn.Module):
+class DataDependent(OneLayer):
     """Cannot be traced with proxies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(x) if x.sum() > 0 else x
@@ -85,12 +97,8 @@ class Computes(nn.Module):
         return self.function(x)
 
 
-class Twice(nn.Module):
+class Twice(OneLayer):
     """Calls one module at two places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.sin(self.fc(torch.cos(self.fc(x))))

@@ -16,7 +16,7 @@ import slapo
 from slapo.op import CheckPointWrapper
 from slapo.wrapper import ModuleWrapper
 from tests.fingerprint import refused
-from tests.primitives.models import Block, Computes, Stack, Twice
+from tests.primitives.models import Block, Computes, OneLayer, Stack, Twice
 
 
 def saved_bytes(model: nn.Module, x: Tensor) -> int:
@@ -93,6 +93,8 @@ def test_order_args_fn() -> None:
     sch = slapo.create_schedule(nn.Sequential(Minus()))
     sch["0"].checkpoint(order_args_fn=lambda b, a: (a, b))
     assert sch["0"].mod(torch.ones(1), torch.zeros(1)).item() == -1
+    with refused(sch, TypeError, "order_args_fn is 3; pass a function"):
+        sch.checkpoint(order_args_fn=3)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -241,12 +243,8 @@ def test_a_module_that_a_checkpoint_calls_stays() -> None:
     torch.testing.assert_close(sch.mod(x), reference(x))
 
 
-class Caching(nn.Module):
+class Caching(OneLayer):
     """Appends to a cache that it is given, as a decoder layer does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
 
     def forward(self, x: Tensor, past: object = None, use_cache: bool = False) -> Tensor:
         y = self.fc(x)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -41,16 +40,13 @@ def gelu_of_fc1(sch: Schedule) -> Any:
 
 @dataclass
 class Case:
-    """How to call one primitive rightly and wrongly.
+    """How to call one primitive rightly; ``tests/mistakes`` has the calls that fail.
 
     `call` stands on one line, so that the line it is called from is the function's first.
     """
 
     call: Callable[[Schedule], Any]
     arguments: dict[str, str]
-    bad: Callable[[Schedule], Any]
-    error: type[Exception]
-    message: str
     make: Callable[[], Schedule] = stack
     path: str = "layers.1.fc1"
     signature: tuple[str, ...] = ()
@@ -61,57 +57,30 @@ CASES: dict[str, Case] = {
     "annotate": Case(
         lambda s: s.annotate("weight", "kind", 3),
         {"param_name": "'weight'", "key": "'kind'", "value": "3"},
-        lambda s: s.annotate("weights", "kind", 3),
-        ValueError,
-        r"no parameter 'weights'.*\['weight', 'bias'\]",
         signature=("param_name", "key", "value"),
     ),
     "checkpoint": Case(
         lambda s: s.checkpoint(),
         {},
-        lambda s: s.checkpoint(order_args_fn=3),
-        TypeError,
-        "order_args_fn is 3; pass a function",
         signature=("subgraph", "order_args_fn", "use_reentrant"),
     ),
     "compile": Case(
         lambda s: s.compile(backend="eager"),
         {"backend": "'eager'"},
-        lambda s: s.compile(backend="indcutor"),
-        ValueError,
-        "torch.compile has no backend 'indcutor'",
         signature=("fullgraph", "dynamic", "backend", "mode"),
     ),
     "cut_pipeline_stage": Case(
         lambda s: s.cut_pipeline_stage(),
         {},
-        lambda s: s["fc1"].cut_pipeline_stage(),
-        slapo.SlapoError,
-        "trace_until",
         signature=("call",),
         make=traced_stack,
         path="layers.1",
     ),
-    "decompose": Case(
-        lambda s: s.decompose(),
-        {},
-        lambda s: s.parent["drop"].decompose(),
-        ValueError,
-        "only nn.Linear can be decomposed, not Dropout",
-    ),
-    "fork_rng": Case(
-        lambda s: s.fork_rng(),
-        {},
-        lambda s: s.fork_rng(1),
-        TypeError,
-        r"fork_rng: too many positional arguments; it takes \(\)",
-    ),
+    "decompose": Case(lambda s: s.decompose(), {}),
+    "fork_rng": Case(lambda s: s.fork_rng(), {}),
     "fuse": Case(
         lambda s: s.fuse(gelu_of_fc1(s), compiler=None, name="Fused"),
         {"subgraph": "[[%fc1, %gelu]]", "compiler": "None", "name": "'Fused'"},
-        lambda s: s.fuse(gelu_of_fc1(s), compiler="nvfuser"),
-        ValueError,
-        "nvfuser",
         make=traced_block,
         path="",
         signature=("subgraph", "compiler", "name"),
@@ -119,51 +88,33 @@ CASES: dict[str, Case] = {
     "replace": Case(
         lambda s: s.replace(nn.Linear(4, 8)),
         {"new_mod": "Linear"},
-        lambda s: s.replace(torch.relu),
-        TypeError,
-        "must be an nn.Module",
         signature=("new_mod", "target_ops", "name", "concrete_args", "fn_or_mod"),
     ),
     "replace_all": Case(
         lambda s: s.replace_all(nn.Linear, lambda path, m, k: nn.Identity(), k=2),
         {"cls": "Linear", "make_fn": "<lambda>", "k": "2"},
-        lambda s: s.replace_all(nn.Conv2d, lambda path, m: m),
-        ValueError,
-        "no submodule is a Conv2d; the classes are",
         path="layers.1",
         signature=("cls", "make_fn", "kwargs"),
     ),
     "set": Case(
         lambda s: s.set("p", 0.5),
         {"name": "'p'", "value": "0.5"},
-        lambda s: s.set("rate", 0.5),
-        AttributeError,
-        r"Dropout has no attribute 'rate'; set one of \['p', 'inplace'\]",
         path="layers.1.drop",
         signature=("name", "value", "whole"),
     ),
     "shard": Case(
         lambda s: s.shard("weight", axis=0),
         {"tensor_name": "'weight'", "axis": "0"},
-        lambda s: s.shard("weight", axis=2),
-        ValueError,
-        r"axis 2 does not exist in shape \(8, 4\)",
         signature=("tensor_name", "axis", "blocks", "uneven", "parts"),
     ),
     "sync": Case(
         lambda s: s.sync("fwd_post", "all_gather", axis=-1),
         {"mode": "'fwd_post'", "sync_op_or_fn": "'all_gather'", "axis": "-1"},
-        lambda s: s.sync("fwd_pre", "all_reduce"),
-        ValueError,
-        r"'all_reduce' works in modes \['fwd_post', 'bwd_post'\], not in 'fwd_pre'",
         signature=("mode", "sync_op_or_fn", "kwargs"),
     ),
     "trace": Case(
         lambda s: s.trace(flatten=True),
         {"flatten": "True"},
-        lambda s: s.trace(tracer="tensorflow"),
-        ValueError,
-        "unknown tracer 'tensorflow'; known are",
         path="layers.1",
         signature=(
             "recursive",
@@ -179,9 +130,6 @@ CASES: dict[str, Case] = {
     "trace_until": Case(
         lambda s: s.trace_until("layers.1"),
         {"paths": "'layers.1'"},
-        lambda s: s.trace_until("layers.7"),
-        KeyError,
-        "nearest paths are",
         path="",
         signature=("paths", "tracer", "concrete_args", "config", "example_inputs"),
         returns=True,
@@ -258,16 +206,6 @@ def test_it_is_printed_at_its_path(name: str) -> None:
     assert len(noted) == 1, text
     expected = case.path.rsplit(".", 1)[-1] if case.path else type(sch.mod).__name__
     assert f"{expected}:" in noted[0] or noted[0].startswith(expected)
-
-
-def test_a_failing_call_changes_nothing(name: str) -> None:
-    case = CASES[name]
-    sch = case.make()
-    before = fingerprint(sch)
-    with pytest.raises(case.error, match=case.message) as info:
-        case.bad(sch[case.path])
-    assert type(info.value) is case.error
-    assert fingerprint(sch) == before
 
 
 def test_wrong_arguments_say_what_it_takes(name: str) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor, fx, nn
 
 import slapo
 from slapo.graph.match.find import Matches, Subgraph, traced_modules
-from slapo.pattern import Pattern, call_module
+from slapo.pattern import call_module
 from tests.fingerprint import fingerprint, refused
-from tests.primitives.models import Attention, Block, Computes, DataDependent, Stack
+from tests.primitives.models import Attention, Block, Stack
 
 
 def names(matches: Any) -> list[list[tuple[str, str]]]:
@@ -42,58 +42,6 @@ def test_matches_in_children_name_their_parent() -> None:
     assert "layers.1.FusedModule_0" in sch
 
 
-def test_functional_and_module_forms_are_the_same() -> None:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.act = nn.GELU()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.act(x) + F.gelu(x * 2)
-
-    sch = slapo.create_schedule(Both())
-    for pattern in (lambda x: F.gelu(x), nn.GELU()):
-        assert len(sch.find(pattern)) == 2
-
-
-def test_operands_swap_and_bystanders_do_not_hide() -> None:
-    class Busy(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            a = torch.sin(x)
-            b = torch.cos(y)
-            c = a * 2
-            d = b + torch.tanh(y)
-            return torch.relu(y + c) + d
-
-    sch = slapo.create_schedule(Busy())
-    assert names(sch.find(lambda a, b: torch.relu(torch.sin(a) * 2 + b))) == [
-        [("", "sin"), ("", "mul"), ("", "add_1"), ("", "relu")]
-    ]
-
-
-def test_a_value_used_twice_is_not_two_values() -> None:
-    sch = slapo.create_schedule(Computes(lambda x: F.gelu(x + x)))
-    assert len(sch.find(lambda a: F.gelu(a + a))) == 1
-
-
-def test_matches_do_not_overlap() -> None:
-    sch = slapo.create_schedule(Computes(lambda x: torch.sin(torch.sin(torch.sin(x)))))
-    assert len(sch.find(lambda x: torch.sin(torch.sin(x)))) == 1
-
-
-def test_a_pattern_object() -> None:
-    class BiasAct(Pattern):
-        def __init__(self) -> None:
-            super().__init__()
-            self.act = nn.GELU()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.act(call_module("fc1", x))
-
-    sch = slapo.create_schedule(Block())
-    assert names(sch.find(BiasAct())) == [[("", "fc1"), ("", "gelu")]]
-
-
 def test_nodes() -> None:
     sch = slapo.create_schedule(Stack(2))
     sch.trace()
@@ -103,18 +51,6 @@ def test_nodes() -> None:
     ]
     by_predicate = sch.find_node(lambda node: node.target is F.gelu)
     assert [parent for parent, _ in by_predicate] == ["layers.0", "layers.1"]
-
-
-def test_what_cannot_be_traced_is_an_error_that_says_how() -> None:
-    sch = slapo.create_schedule(nn.Sequential(DataDependent()))
-    before = fingerprint(sch)
-    with pytest.raises(slapo.SlapoError, match=r'sch\["0"\].find: .*not traced') as info:
-        sch["0"].find("fc")
-    # The reasons of both ways, and what to pass.
-    assert "tracer='pytorch'" in str(info.value)
-    assert "and by a capture: " in str(info.value)
-    assert "pass example_inputs" in str(info.value)
-    assert fingerprint(sch) == before
 
 
 # --- a search that finds nothing changes nothing ---

@@ -12,7 +12,7 @@ import slapo
 from slapo import Schedule, scripting
 from slapo.graph.fuse.modules import CompiledModule
 from tests.fingerprint import fingerprint, refused
-from tests.primitives.models import Block, Computes, Twice
+from tests.primitives.models import Block, Twice
 
 X = torch.randn(3, 4)
 
@@ -53,33 +53,6 @@ def test_the_default_is_torchscript_and_fused_module() -> None:
     sch = decomposed()
     sch.fuse(sch.find(bias_gelu))
     assert isinstance(sch["FusedModule_0"].mod, torch.jit.ScriptModule)
-
-
-@pytest.mark.slow
-def test_inductor() -> None:
-    sch = decomposed()
-    expected = sch.mod(X)
-    sch.fuse(sch.find(bias_gelu), compiler="inductor", name="F")
-    with torch.no_grad():
-        torch.testing.assert_close(sch.mod(X), expected)
-
-
-def test_names_count_up() -> None:
-    model = Computes(lambda x: torch.sin(torch.cos(torch.sin(torch.cos(x)))))
-    sch = slapo.create_schedule(model)
-    expected = model(X)
-    for k in range(2):
-        sch.fuse(sch.find(lambda x: torch.sin(torch.cos(x)))[:1], compiler=None, name="SC")
-        assert f"SC_{k}" in sch
-    assert torch.allclose(sch.mod(X), expected)
-
-
-@pytest.mark.parametrize("compiler", ["nvfuser", "torchscript", 3, ""])
-def test_unknown_compilers(compiler: Any) -> None:
-    sch = decomposed()
-    match = sch.find(bias_gelu)
-    with refused(sch, ValueError, "compiler"):
-        sch.fuse(match, compiler=compiler)
 
 
 @pytest.mark.parametrize("name", ["", "a.b", "1st"])
@@ -189,49 +162,6 @@ def test_hooks_at_the_ends_move() -> None:
     calls.clear()  # the capture has run them, on stand-ins
     sch.mod(X)
     assert calls == ["pre", "post"]
-
-
-def test_what_the_compiler_refuses_is_a_slapo_error() -> None:
-    sch = slapo.create_schedule(nn.Sequential(Computes(lambda x: torch.relu(unscriptable(x)))))
-    sch.trace(flatten=True)
-    match = sch.find(lambda x: torch.relu(unscriptable(x)))
-    if match:
-        with refused(sch, slapo.SlapoError, "TorchScript cannot compile"):
-            sch.fuse(match)
-
-
-@torch.fx.wrap
-def unscriptable(x: Tensor, **kwargs: Any) -> Tensor:
-    return x.new_tensor(list(x.flatten().tolist())).view_as(x)
-
-
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x)
-
-
-class Outer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.bias = Inner(), nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(self.inner(x) + self.bias)
-
-
-@pytest.mark.parametrize("compiler", ["TorchScript", None])
-def test_over_a_traced_module_with_a_forward_of_its_own(compiler: str | None) -> None:
-    sch = slapo.create_schedule(Outer())
-    reference = copy.deepcopy(sch.mod)
-    sch.trace(recursive=True)
-    sch.fuse(sch.find(lambda x, b: F.gelu(slapo.call_module("inner", x) + b)), compiler=compiler)
-    torch.testing.assert_close(sch.mod(X), reference(X))
-    sch.mod(X).sum().backward()
-    assert all(p.grad is not None for p in sch.mod.parameters())
 
 
 def test_without_torchscript_inductor_compiles(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import slapo
 from slapo import Schedule
 from slapo.errors import TraceError
+from tests.graph.served import make
 
 SIZE = 4
 
@@ -203,22 +204,9 @@ def test_a_module_that_another_kind_of_call_still_needs() -> None:
     torch.testing.assert_close(sch.mod.eval()(x), model.out(new(x)))
 
 
-class Whole(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Inner()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) * 2
-
-
-class Inner(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(x, 0.5, self.training)
-
-
 def test_the_mode_of_modules_that_rewrites_have_taken_out() -> None:
-    sch = slapo.create_schedule(Whole())
+    inner = make(lambda self, x: F.dropout(x, 0.5, self.training))
+    sch = slapo.create_schedule(make(lambda self, x: self.inner(x) * 2, inner=inner))
     sch.trace(flatten=True, tracer="huggingface", example_inputs=(torch.randn(2, SIZE),))
     sch.replace(own_dropout, sch.find(lambda x, p, training: F.dropout(x, p, training)))
     x = torch.ones(8, SIZE)

@@ -123,9 +123,6 @@ def test_an_attribute_is_set_and_recorded() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "error", "message"),
     [
-        ("head", 2, AttributeError, r"Heads has no attribute 'head'; set one of \['heads'\]"),
-        ("head", 2, AttributeError, r'sch\["0"\].set\(name='),
-        ("heads", 2.0, TypeError, r"'heads' of Heads is 4, of type int, and 2.0 is of type float"),
         ("heads", True, TypeError, "True is of type bool; pass a value of the same type"),
         ("proj", 2, TypeError, "use replace or shard"),
         ("heads", nn.Linear(2, 2), TypeError, "use replace or shard"),
@@ -233,47 +230,23 @@ def test_decomposed_layers_show_their_addition() -> None:
     assert "fc1.weight" in sch.mod.state_dict()
 
 
-def test_what_cannot_be_decomposed() -> None:
+def test_a_linear_layer_with_its_own_forward_is_not_decomposed() -> None:
     class Own(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * 2
 
-    sch = slapo.create_schedule(
-        nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 4), Own(4, 4))
-    )
-    sch["2"].decompose()
-    for path, message in {
-        "0": "no bias",
-        "1": "only nn.Linear can be decomposed, not ReLU",
-        "2": "decomposed already",
-        "3": "has its own forward",
-    }.items():
-        with refused(sch, ValueError, message):
-            sch[path].decompose()
+    sch = slapo.create_schedule(nn.Sequential(Own(4, 4)))
+    with refused(sch, ValueError, "has its own forward"):
+        sch["0"].decompose()
 
 
 # --- cut_pipeline_stage ----------------------------------------------------------------------
-def test_a_cut_is_noted_and_needs_a_runtime() -> None:
+def test_a_cut_is_noted_and_cannot_be_verified() -> None:
     sch = slapo.create_schedule(Stack())
     sch.trace_until("")
     node = sch["layers.0"].cut_pipeline_stage()
     assert node.metadata.primitives["cut_pipeline_stage"] == {"enabled": True}
-    with refused(sch, ValueError, "ends after this module already"):
-        node.cut_pipeline_stage()
-    with refused(sch, slapo.SlapoError, r"stages are cut after \['layers.0'\]"):
-        slapo.build(sch)
     assert not slapo.list_primitives(name_only=False)["cut_pipeline_stage"].is_verifiable()
-
-
-def test_bad_cuts() -> None:
-    sch = slapo.create_schedule(Stack())
-    with refused(sch, slapo.SlapoError, "trace_until"):
-        sch["layers.0"].cut_pipeline_stage()
-    with refused(sch, ValueError, "after the whole model"):
-        sch.cut_pipeline_stage()
-    sch.trace(flatten=True)
-    with refused(sch, slapo.SlapoError, "does not call 'layers.0'"):
-        sch["layers.0"].cut_pipeline_stage()
 
 
 # --- mistakes and what they are told -----------------------------------------------------------

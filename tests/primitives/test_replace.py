@@ -111,23 +111,13 @@ def test_parameters_on_meta_become_the_old_ones() -> None:
     assert new.weight is weight
 
 
-def test_bad_replacements() -> None:
+def test_replacements_that_are_refused() -> None:
     sch = slapo.create_schedule(Stack())
     node = sch["layers.0"]
-    for bad in (3, "Linear"):
-        with refused(sch, TypeError, "pass a module or a function"):
-            node.replace(bad)
-    for bad in (torch.relu, nn.Linear):
-        with refused(sch, TypeError, "must be an nn.Module"):
-            node.replace(bad)
-    with refused(sch, ValueError, "the module is already this Block; pass another"):
-        node.replace(node.mod)
-    with refused(sch, ValueError, "need target_ops"):
-        node.replace(Block(), name="B")
+    with refused(sch, TypeError, "pass a module or a function"):
+        node.replace(3)
     with refused(sch, ValueError, "need target_ops"):
         node.replace(Block(), concrete_args={"x": 1})
-    with refused(sch, ValueError, "contains the root"):
-        node.replace(sch.mod)
     with refused(sch, ValueError, "contains 'layers.0'"):
         sch["layers.0.fc1"].replace(node.mod)
 
@@ -199,18 +189,8 @@ def test_traced_modules_are_known_by_their_class() -> None:
     assert isinstance(sch["layers.2"].mod, nn.Identity)
 
 
-def test_bad_calls_of_replace_all() -> None:
+def test_an_error_of_the_function_changes_nothing() -> None:
     sch = slapo.create_schedule(Stack())
-    with refused(
-        sch,
-        ValueError,
-        r"no submodule is a Conv2d; the classes are \['Block', 'Dropout', 'Linear', 'Stack'\]",
-    ):
-        sch.replace_all(nn.Conv2d, lambda p, m: m)
-    with refused(sch, TypeError, "cls is 'Linear'; pass a class"):
-        sch.replace_all("Linear", print)
-    with refused(sch, TypeError, "the result of make_fn must be an nn.Module"):
-        sch.replace_all(nn.Linear, lambda p, m: None)
     with refused(sch, ZeroDivisionError, "by zero"):
         sch.replace_all(nn.Linear, lambda p, m: nn.Linear(1 // (p != "head"), 1))
 
@@ -264,14 +244,6 @@ def test_a_function_and_concrete_args() -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.ReLU()))
     sch.replace(scaled, sch.find(lambda x: F.relu(x)), concrete_args={"scale": 3.0})
     assert torch.equal(sch.mod(X), 3 * X)
-
-
-@pytest.mark.parametrize("function", [lambda: 1, lambda x, y: x, lambda x, y, z: x])
-def test_the_wrong_number_of_arguments(function: Any) -> None:
-    sch = slapo.create_schedule(nn.Sequential(nn.ReLU()))
-    match = sch.find(lambda x: F.relu(x))
-    with refused(sch, ValueError, "argument|input|parameter"):
-        sch.replace(function, match)
 
 
 class PackedQkv(nn.Module):

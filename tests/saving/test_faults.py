@@ -136,30 +136,27 @@ def kill_exports(tmp_path: Path, times: int) -> None:
             shutil.rmtree(path)
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_a_killed_rank_leaves_whole_folders(tmp_path: Path) -> None:
-    kill_exports(tmp_path, 2)
+def few_or_many(few: int) -> list[Any]:
+    """How often a rank is killed."""
+    return [
+        pytest.param(few, marks=pytest.mark.slow, id="few"),
+        pytest.param(20, marks=pytest.mark.wide, id="many"),
+    ]
 
 
 @pytest.mark.distributed
-@pytest.mark.wide
-def test_exports_that_are_killed_many_times(tmp_path: Path) -> None:
-    kill_exports(tmp_path, 20)
+@pytest.mark.parametrize("times", few_or_many(2))
+def test_a_killed_rank_leaves_whole_folders(tmp_path: Path, times: int) -> None:
+    kill_exports(tmp_path, times)
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
+@pytest.mark.parametrize("times", few_or_many(3))
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_killed_rank_leaves_the_last_complete_step(tmp_path: Path, wait: bool) -> None:
-    kill(tmp_path, wait, 3)
-
-
-@pytest.mark.distributed
-@pytest.mark.wide
-@pytest.mark.parametrize("wait", [True, False])
-def test_ranks_that_are_killed_many_times(tmp_path: Path, wait: bool) -> None:
-    kill(tmp_path, wait, 20)
+def test_a_killed_rank_leaves_the_last_complete_step(
+    tmp_path: Path, wait: bool, times: int
+) -> None:
+    kill(tmp_path, wait, times)
 
 
 def save_until_terminated(run: str, is_handled: bool, rank: int) -> None:

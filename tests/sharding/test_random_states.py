@@ -85,11 +85,3 @@ def test_a_checkpoint_draws_the_same_masks_again() -> None:
     assert len(first) == 6
     for variant, y in first.items():
         assert not torch.equal(y, second[variant]), variant
-
-
-def test_a_fork_without_seed_says_what_to_call() -> None:
-    slapo.get_rng_tracker().reset()
-    sch = slapo.create_schedule(nn.Sequential(nn.Dropout(0.5)))
-    sch["0"].fork_rng()
-    with pytest.raises(slapo.SlapoError, match="set_random_seed"):
-        sch.mod(torch.ones(2))
