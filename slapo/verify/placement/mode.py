@@ -16,10 +16,9 @@ from slapo.random import get_rng_tracker
 from slapo.sharding.groups import group_rank, group_size, share_of
 from slapo.sharding.steps import PAD, PART, SHARE, SUM_SHARED, Step
 
-# Imports register rules, including those of products and spatial operations.
+# Imports register rules, including those of products.
 from slapo.verify.placement import einsum_rules as einsum_rules
 from slapo.verify.placement import row_order
-from slapo.verify.placement import spatial_rules as spatial_rules
 from slapo.verify.placement.call import RULES, Call, Rule, by_rule, name_of, run, tensors_in
 from slapo.verify.placement.memory import through_memory
 from slapo.verify.placement.place import (

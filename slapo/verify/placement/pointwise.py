@@ -13,7 +13,6 @@ from slapo.verify.placement.place import (
     MASKED,
     MASKED_ELSEWHERE,
     OWN,
-    PARTIAL_SUM,
     SHARD,
     WHOLE,
     Fault,
@@ -294,12 +293,7 @@ def like(call: Call) -> list[Place]:
 @rule_for("new_zeros", "new_ones", "new_full", "new_empty")
 def new(call: Call) -> list[Place]:
     """A constant of another shape than the tensor that provides its type."""
-    return of_wholes(replace_places(call, WHOLE))
-
-
-def replace_places(call: Call, place: Place) -> Call:
-    """The same call with one placement for all tensors."""
-    return replace(call, places=[place] * len(call.places))
+    return of_wholes(replace(call, places=[WHOLE] * len(call.places)))
 
 
 #: Operations that draw random numbers.
@@ -319,18 +313,3 @@ def drawn(call: Call) -> list[Place]:
             "a random mask on a partial sum differs from a mask on the sum", Fault.DRAWS_FOR_PARTIAL
         )
     return [call.places[0]] * len(call.outs)
-
-
-@rule_for("cumsum", "cumprod", "flip", "logcumsumexp", "cummax", "cummin")
-def along_one(call: Call) -> list[Place]:
-    """Slice by slice along other dimensions than the sharded one."""
-    place = call.places[0]
-    dims = call.get("dim", call.get("dims"))
-    dims = [dims] if isinstance(dims, int) else dims
-    if place.is_partial:
-        if call.name in ("cumsum", "flip"):
-            return [PARTIAL_SUM] * len(call.outs)
-        raise call.misfit("it is not linear, and its input is a partial sum")
-    if place.dim in {dim % call.tensors[0].ndim for dim in dims}:
-        raise call.misfit(f"it runs along dimension {place.dim}, which is sharded")
-    return [place] * len(call.outs)

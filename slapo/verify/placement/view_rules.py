@@ -11,15 +11,7 @@ from math import prod
 import torch
 
 from slapo.verify.placement.call import Call, Rule, rule_for
-from slapo.verify.placement.place import (
-    MASKED,
-    MASKED_ELSEWHERE,
-    OWN,
-    PARTIAL_SUM,
-    Fault,
-    Place,
-    own_draws,
-)
+from slapo.verify.placement.place import OWN, PARTIAL_SUM, Fault, Place
 
 #: Operations whose result may be sharded along one of several dimensions.
 VIEWS = ("view", "_unsafe_view", "reshape", "_reshape_alias", "unflatten")
@@ -27,16 +19,6 @@ VIEWS = ("view", "_unsafe_view", "reshape", "_reshape_alias", "unflatten")
 COPIES = ("clone", "contiguous", "detach", "alias", "_to_copy", "lift_fresh")
 #: New dimension of a slice, from its dimension, the call and the number of dimensions before.
 Where = Callable[[int, Call, int], int]
-
-
-def _first(call: Call) -> Place:
-    """The placement of the moved tensor; masked tokens are valid in a lookup only."""
-    place = call.places[0]
-    if place.kind == MASKED:
-        raise call.misfit(MASKED_ELSEWHERE)
-    if place.kind == OWN and place.uniform:  # then they are shared by several slices
-        raise own_draws()
-    return place
 
 
 @rule_for(*VIEWS)
@@ -47,7 +29,7 @@ def view(call: Call) -> list[Place]:
     longer in one process, or the sharded dimension of the tensor whose gradient this is. If neither
     is known, prefer a dimension that the caller left open by -1, or the outermost.
     """
-    place, old, new = _first(call), call.tensors[0].shape, call.outs[0].shape
+    place, old, new = call.moved(), call.tensors[0].shape, call.outs[0].shape
     if not place.is_slice:
         return [place]
     before = call.of_gradient_of
@@ -115,7 +97,7 @@ def _covered(runs: list[int], size: int, inner: int) -> list[int]:
 
 def _moved(where: Where) -> Rule:
     def rule(call: Call) -> list[Place]:
-        place = _first(call)
+        place = call.moved()
         if place.is_slice:
             place = place.along(where(place.dim, call, call.tensors[0].ndim))
         return [place] * len(call.outs)
@@ -162,7 +144,7 @@ def expand(call: Call) -> list[Place]:
     """Slices stay slices; their own dimension may not be repeated, as ranks differ in it."""
     if call.places[0].kind == OWN:
         return [_repeated_own(call)]
-    place = _first(call)
+    place = call.moved()
     if not place.is_slice:
         return [place]
     dim = _expanded(place.dim, call, call.tensors[0].ndim)
@@ -184,7 +166,7 @@ def repeat(call: Call) -> list[Place]:
     """Slice by slice along other dimensions; along the sharded one, blocks are repeated."""
     if call.places[0].kind == OWN:
         return [_repeated_own(call)]
-    place, repeats = _first(call), call.get("repeats", call.get("dims"))
+    place, repeats = call.moved(), call.get("repeats", call.get("dims"))
     if not place.is_slice:
         return [place]
     dim = place.dim + len(repeats) - call.tensors[0].ndim
@@ -197,7 +179,7 @@ def repeat(call: Call) -> list[Place]:
 )
 def cut(call: Call) -> list[Place]:
     """Any cut along other dimensions; only complete blocks along the sharded one."""
-    place, tensor = _first(call), call.tensors[0]
+    place, tensor = call.moved(), call.tensors[0]
     axis = (call.get("dim") or 0) % tensor.ndim
     drops = call.name in ("select", "unbind")
     if not place.is_slice or axis != place.dim:
@@ -289,7 +271,7 @@ def stack(call: Call) -> list[Place]:
 @rule_for("constant_pad_nd")
 def pad(call: Call) -> list[Place]:
     """Any padding along other dimensions than the sharded one; zeros for a partial sum."""
-    place, ndim = _first(call), call.tensors[0].ndim
+    place, ndim = call.moved(), call.tensors[0].ndim
     padding = call.get("pad")
     padded = {ndim - 1 - i // 2 for i, amount in enumerate(padding) if amount}
     if place.is_slice and place.dim in padded:
@@ -432,12 +414,12 @@ def _put_slices(call: Call, target: Place, source: Place) -> Place:
 
 
 @rule_for("index_fill")
-def fill(call: Call) -> list[Place]:
-    """Fill along another dimension than the sharded one."""
-    place, axis = call.places[0], call.get("dim") % call.tensors[0].ndim
-    if place.is_slice and place.dim != axis and all(p.is_whole for p in call.places[1:]):
-        return [place]
-    raise call.misfit(f"it writes along dimension {axis}, which is sharded")
+def fill(call: Call) -> Place:
+    """Replicated indices and values, along another dimension than the sharded one."""
+    if not all(place.is_whole for place in call.places[1:]):
+        raise call.misfit("the indices or the value differ between ranks")
+    filled = replace(call, tensors=call.tensors[:1], places=call.places[:1])
+    return filled.slicewise(call.dims())
 
 
 @rule_for("glu", "glu_backward")
@@ -467,43 +449,14 @@ def refuse_data(call: Call) -> list[Place]:
     raise call.misfit("its choice depends on values that differ between ranks")
 
 
-@rule_for("roll", "unfold", "unfold_backward", "_fft_r2c", "_fft_c2c", "_fft_c2r")
-def along_others(call: Call) -> list[Place]:
-    """Linear, and slice by slice along other dimensions; `unfold` adds one at the end."""
-    place, ndim = _first(call), min(call.tensors[0].ndim, call.outs[0].ndim)
-    given = call.get("dimension", call.get("dims", call.get("dim")))
-    dims = {given} if isinstance(given, int) else set(given or range(ndim))
-    if place.is_slice and place.dim in {dim % ndim for dim in dims}:
-        raise call.misfit(f"it runs along dimension {place.dim}, which is sharded")
-    return [place]
-
-
-@rule_for("view_as_complex", "view_as_real")
-def complex_numbers(call: Call) -> list[Place]:
-    """Pairs along a last dimension."""
-    place = _first(call)
-    if place.is_slice and place.dim == call.outs[0].ndim:
-        raise call.misfit(f"it joins pairs along dimension {place.dim}, which is sharded")
-    return [place]
-
-
 @rule_for("pixel_shuffle", "pixel_unshuffle")
 def shuffle(call: Call) -> list[Place]:
     """Channels become pixels, in consecutive groups."""
-    place, ndim = _first(call), call.tensors[0].ndim
-    if not place.is_slice or place.dim < ndim - 3:
-        return [place]
     own, after = call.tensors[0].shape[-3], call.outs[0].shape[-3]
+    place = call.slicewise((-2, -1), is_linear=True)
+    if not place.is_slice or place.dim < call.tensors[0].ndim - 3:
+        return [place]
     blocks = [Fraction(size * after, own) for size in place.blocks_in(own)]
-    if place.dim > ndim - 3 or any(block.denominator > 1 for block in blocks):
+    if any(block.denominator > 1 for block in blocks):
         raise call.misfit("it cuts across the ranks' slices")
     return [place.along(place.dim, [int(block) for block in blocks])]
-
-
-@rule_for("diagonal")
-def refuse_strides(call: Call) -> list[Place]:
-    """Raise for slices, since the rule for other dimensions is not written yet."""
-    place = _first(call)
-    if place.is_partial:
-        return [place]
-    raise call.misfit("no rule follows a slice through it")
