@@ -441,7 +441,7 @@ def test_gradients_inside_a_fusion_are_compared() -> None:
     with slapo.Verify(sch, X) as verify:
         match = sch.find(lambda x: F.gelu(slapo.call_module("first", x)))
         sch.fuse(match)
-        assert "first.weight" in verify.origins.original_names
+        assert "first.weight" in verify.sides.origins.original_names
     assert "FusedModule_0" in sch
 
 

@@ -61,14 +61,6 @@ def full_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str,
         }
 
 
-def local_tensors(model: nn.Module, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's slices of full tensors, by name."""
-    with torch.no_grad():
-        return {
-            p.name: p.spec.slice(full[p.name]) if p.spec else full[p.name] for p in slots(model)
-        }
-
-
 def gradient_of(tensor: Tensor) -> Tensor:
     """The gradient: zeros for None, and dense for a sparse embedding."""
     grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
