@@ -63,7 +63,7 @@ def _packed(
 
 def _gone(model: nn.Module, before: dict[str, Slot], origins: Origins) -> Iterator[Change]:
     """Parameters of the original without a counterpart."""
-    names = origins.names_by_tensor()
+    names = origins.names
     accounted: set[str] = set()
     for slot in slots(model):
         accounted.update(origins.parts_of(slot))
@@ -81,15 +81,13 @@ def _gone(model: nn.Module, before: dict[str, Slot], origins: Origins) -> Iterat
 
 def _holder(model: nn.Module, name: str) -> str:
     """Advice for the module that replaced a parameter."""
+    modules = dict(model.named_modules(remove_duplicate=False))
     path = name.rpartition(".")[0]
-    while path:
-        try:
-            module = innermost(model.get_submodule(path))
-        except AttributeError:
-            path = path.rpartition(".")[0]
-            continue
-        return f"declare where it went by weight_sources() of {path!r} ({type(module).__name__})"
-    return "declare where it went by weight_sources() of the module that replaced it"
+    while path not in modules:
+        path = path.rpartition(".")[0]
+    kind = type(innermost(modules[path])).__name__
+    where = f"{path!r} ({kind})" if path else "the module that replaced it"
+    return f"declare where it went by weight_sources() of {where}"
 
 
 def _new(now: Sequence[Slot], origins: Origins) -> Iterator[Change]:

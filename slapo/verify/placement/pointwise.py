@@ -88,18 +88,8 @@ def of_wholes(call: Call) -> list[Place]:
 
 
 #: Operations that keep a fully constant tensor fully constant.
-_MOVES: tuple[str, ...] = (
-    "view",
-    "_unsafe_view",
-    "reshape",
-    "transpose",
-    "t",
-    "permute",
-    "slice",
-    "select",
-    "expand",
-)
-_MOVES += ("squeeze", "unsqueeze", "clone", "detach", "split", "repeat", "narrow", "as_strided")
+_MOVES: tuple[str, ...] = ("slice", "select", "expand", "squeeze", "unsqueeze", "split", "repeat")
+_MOVES += ("narrow", "as_strided", *VIEWS, *REORDERS, *COPIES)
 
 
 def is_constant(tensor: Tensor, place: Place) -> bool:
@@ -282,18 +272,12 @@ def like(call: Call) -> list[Place]:
     place = call.places[0]
     if place.is_slice:
         return [place] * len(call.outs)
-    zero = call.name in _ZERO
-    return [
-        # A random mask may be drawn into it, and partial sums allow none.
-        Place(uniform=frozenset(range(out.ndim)), is_zero=zero, blank_of=place.birth)
-        for out in call.outs
-    ]
+    # A random mask may be drawn into it, and partial sums allow none.
+    return [replace(constant, blank_of=place.birth) for constant in of_wholes(call)]
 
 
-@rule_for("new_zeros", "new_ones", "new_full", "new_empty")
-def new(call: Call) -> list[Place]:
-    """A constant of another shape than the tensor that provides its type."""
-    return of_wholes(replace(call, places=[WHOLE] * len(call.places)))
+# Constants of another shape than the tensor that provides their type.
+rule_for("new_zeros", "new_ones", "new_full", "new_empty")(of_wholes)
 
 
 #: Operations that draw random numbers.
