@@ -29,8 +29,8 @@ NOT_RUN = ("refused", "does_not_fit", "skipped")
 
 #: Seconds between SIGTERM and SIGKILL, and until processes that survive SIGKILL are given up.
 _GRACE, _GIVE_UP = 5.0, 10.0
-#: Size in bytes at which the middle of a log is dropped, and bytes kept at both ends.
-_LOG_LIMIT, _KEPT = 64 * 2**20, 2**20
+#: Bytes at the end of a log in which a result is looked for.
+_KEPT = 2**20
 _PLACE = re.compile(r"\{\{([A-Za-z_][\w.-]*)\}\}|\{([A-Za-z_][\w.-]*)\}")
 
 
@@ -252,7 +252,7 @@ def run_command(
     environment[VARIABLE] = json.dumps(dict(values))
     started, process, code = time.monotonic(), None, None
     try:
-        with log.open("ab") as file:  # append mode, so that the log can be shortened while it grows
+        with log.open("wb") as file:
             process = subprocess.Popen(
                 command,
                 env=environment,
@@ -261,7 +261,8 @@ def run_command(
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        code = _wait(process, log, started + timeout)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(timeout)
     except (OSError, ValueError) as error:  # values that are too long, for example
         return judged("crash", reason=f"it could not be started: {error}")
     finally:
@@ -360,29 +361,6 @@ def _entries(results: Path) -> list[Any]:
 def end_leftovers(logs: Path) -> None:
     """End the trial of a search that was killed before it could end the trial itself."""
     _kill(None, f"{logs.resolve()}/")
-
-
-def _wait(process: subprocess.Popen[bytes], log: Path, deadline: float) -> int | None:
-    """Return the exit status of a process; None at the deadline."""
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            return process.wait(max(0.0, min(left, 1.0)))
-        except subprocess.TimeoutExpired:
-            if left <= 0:
-                return None
-            _shorten(log)
-
-
-def _shorten(log: Path) -> None:
-    """Drop the middle of a log that is too long."""
-    with contextlib.suppress(OSError):
-        if log.stat().st_size > _LOG_LIMIT:
-            end = _tail(log)
-            with log.open("r+") as file:
-                file.truncate(_KEPT)
-                file.seek(0, os.SEEK_END)
-                file.write(f"\n[... the log was too long, its middle was dropped ...]\n{end}")
 
 
 def _tail(log: Path) -> str:

@@ -153,7 +153,7 @@ def _example_inputs(model: nn.Module, ranks: int) -> Mapping[str, Tensor]:
 
 
 @contextmanager
-def fake_world(ranks: int, rank: int | None = None) -> Iterator[None]:
+def fake_world(ranks: int = 2, rank: int | None = None) -> Iterator[None]:
     """A fake default group; this process is its last rank unless `rank` is given.
 
     Rank 0 would miss faults: a wrong offset is often right there.

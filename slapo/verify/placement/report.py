@@ -59,7 +59,7 @@ def wrong_sizes(sch: Schedule, found: Operation | None, wanted: Operation | None
         path = path.rpartition(".")[0]
     said = (
         f"{_where(sch, path, False)}: {_shown(found, wanted, path)} over all ranks, and "
-        f"{_shown(wanted, found, path)} in one process{_changed(sch, path)}"
+        f"{_shown(wanted, found, path)} in one process"
     )
     advice = (
         "a size or a branch there depends on a full-model number or on a local size: set the "
@@ -255,19 +255,3 @@ def _shown(operation: Operation | None, other: Operation | None, path: str) -> s
     given = (("works on", numbers), ("gives", shapes))
     said = [f"{verb} {' and '.join(map(str, values))}" for verb, values in given if values]
     return f"{operation.name or name}{within} {' and '.join(said)}"
-
-
-def _changed(sch: Schedule, path: str) -> str:
-    """Describe sizes of a module that the schedule changed."""
-    module = _module(sch, path)
-    for ref, own in sch.state.numbers:
-        if module is not None and ref() is module:
-            now = vars(module)
-            changed = [
-                f"{n} was {v} and is {now.get(n)}"
-                for n, v in own.items()
-                if n != "config" and now.get(n) != v
-            ]
-            if changed:
-                return f"; of its attributes, {', '.join(changed)}"
-    return ""
