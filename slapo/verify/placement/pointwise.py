@@ -19,7 +19,7 @@ from slapo.verify.placement.place import (
     Place,
     own_draws,
 )
-from slapo.verify.placement.view_rules import COPIES, REORDERS, VIEWS
+from slapo.verify.placement.view_rules import COPIES, REORDERS, VIEWS, new_dims
 
 #: Linear in the argument at one of these positions, if the others are replicated.
 _LINEAR_IN = {
@@ -105,8 +105,7 @@ def _uniform_dims(call: Call, out: Tensor) -> frozenset[int]:
     if call.name in VIEWS:
         return _kept_by_view(call)
     if call.name in REORDERS:
-        moved = REORDERS[call.name]
-        return frozenset(moved(dim, call, out.ndim) for dim in call.places[0].uniform)
+        return frozenset(map(new_dims(call).__getitem__, call.places[0].uniform))
     if call.name in ("split", "split_with_sizes", "slice"):
         return call.places[0].uniform
     if call.name == "mm":
@@ -138,8 +137,8 @@ def _runs(call: Call, out: Tensor) -> tuple[tuple[int, int], ...]:
     """Dimensions that are constant within runs: created by views, and kept when moved."""
     old, new, place = call.tensors[0].shape, out.shape, call.places[0]
     if call.name in REORDERS:
-        moved = REORDERS[call.name]
-        return tuple((moved(dim, call, len(new)), run) for dim, run in place.runs)
+        moved = new_dims(call)
+        return tuple((moved[dim], run) for dim, run in place.runs)
     if call.name in ("expand", *COPIES):
         return tuple((dim + len(new) - len(old), run) for dim, run in place.runs)
     if call.name not in VIEWS:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import prod
 
 import torch
 
-from slapo.verify.placement.call import Call, Rule, rule_for
+from slapo.verify.placement.call import Call, rule_for
 from slapo.verify.placement.place import OWN, PARTIAL_SUM, Fault, Place
 
 #: Operations whose result may be sharded along one of several dimensions.
 VIEWS = ("view", "_unsafe_view", "reshape", "_reshape_alias", "unflatten")
 #: Operations that compute nothing.
 COPIES = ("clone", "contiguous", "detach", "alias", "_to_copy", "lift_fresh")
-#: New dimension of a slice, from its dimension, the call and the number of dimensions before.
-Where = Callable[[int, Call, int], int]
 
 
 @rule_for(*VIEWS)
@@ -95,48 +93,37 @@ def _covered(runs: list[int], size: int, inner: int) -> list[int]:
     return some if blocks == some * (whole // size) else []
 
 
-def _moved(where: Where) -> Rule:
-    def rule(call: Call) -> list[Place]:
-        place = call.moved()
-        if place.is_slice:
-            place = place.along(where(place.dim, call, call.tensors[0].ndim))
-        return [place] * len(call.outs)
-
-    return rule
-
-
-def _swapped(dim: int, call: Call, ndim: int) -> int:
-    given = call.args[1:3] if len(call.args) > 2 else (0, ndim - 1)
-    a, b = (axis % ndim for axis in given)
-    return {a: b, b: a}.get(dim, dim)
-
-
-def _permuted(dim: int, call: Call, ndim: int) -> int:
-    return [axis % ndim for axis in call.get("dims")].index(dim)
-
-
-def _behind_new(dim: int, call: Call, ndim: int) -> int:
-    return dim + (dim >= call.get("dim") % (ndim + 1))
-
-
-def _without(dim: int, call: Call, ndim: int) -> int:
-    gone = call.get("dim")
-    gone = range(ndim) if gone is None else [gone] if isinstance(gone, int) else gone
+def new_dims(call: Call) -> list[int]:
+    """New position of each dimension in a view; -1 for one that is gone or repeated."""
+    # Strides tell the dimensions of this view apart, also those of size 1.
     shape = call.tensors[0].shape
-    return dim - sum(axis % ndim < dim and shape[axis] == 1 for axis in gone)
-
-
-def _expanded(dim: int, call: Call, ndim: int) -> int:
-    return dim + call.outs[0].ndim - ndim
+    strides = [2**20 + 2 * dim + 1 for dim in range(len(shape))]
+    probe = torch.empty_strided(shape, strides, device="meta")
+    found = call.func(probe, *call.args[1:], **call.kwargs).stride()
+    return [max((d for d, s in enumerate(found) if s == own), default=-1) for own in strides]
 
 
 #: Operations that permute dimensions.
-REORDERS = {"transpose": _swapped, "t": _swapped, "swapaxes": _swapped, "permute": _permuted}
-for _name, _where in REORDERS.items():
-    rule_for(_name)(_moved(_where))
-rule_for("unsqueeze")(_moved(_behind_new))
-rule_for("squeeze")(_moved(_without))
-rule_for("select_backward")(_moved(_behind_new))
+REORDERS = ("transpose", "t", "swapaxes", "permute")
+
+
+@rule_for("unsqueeze", "squeeze", *REORDERS)
+def reordered(call: Call) -> Place:
+    """Slices stay slices, along the dimension where theirs went."""
+    place = call.moved()
+    if not place.is_slice:
+        return place
+    dim = new_dims(call)[place.dim]
+    if dim < 0:
+        raise call.misfit(f"it drops dimension {place.dim}, which is sharded")
+    return place.along(dim)
+
+
+@rule_for("select_backward")
+def select_backward(call: Call) -> Place:
+    """The dimension that was chosen from comes back."""
+    place, axis = call.moved(), call.get("dim") % call.outs[0].ndim
+    return place.along(place.dim + (place.dim >= axis)) if place.is_slice else place
 
 
 @rule_for("expand", "expand_as")
@@ -147,8 +134,8 @@ def expand(call: Call) -> list[Place]:
     place = call.moved()
     if not place.is_slice:
         return [place]
-    dim = _expanded(place.dim, call, call.tensors[0].ndim)
-    if call.outs[0].shape[dim] != call.tensors[0].shape[place.dim]:
+    dim = new_dims(call)[place.dim]
+    if dim < 0:
         raise call.misfit(f"it repeats dimension {place.dim}, which is sharded")
     return [place.along(dim)]
 
