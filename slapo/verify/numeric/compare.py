@@ -92,7 +92,7 @@ def _wrong_output(
     if found is None:
         return sides.error(said + how)
     call, by, seen = found
-    further = kept_sizes(sides.sch, call.module, call.path, sides.records())
+    further = kept_sizes(sides.sch, call.path, sides.records())
     return sides.error(f"{said}, first at {_named(call)}{by}", seen, call.path, further)
 
 

@@ -180,7 +180,7 @@ class PairedRun:
             raise sides.error(
                 f"{what}the scheduled model fails with {type(error).__name__}{where}: {error}",
                 path,
-                further=kept_sizes(sides.sch, module, path, sides.records()),
+                further=kept_sizes(sides.sch, path, sides.records()),
             ) from error
 
     # --- tolerances --------------------------------------------------------------------------

@@ -183,7 +183,7 @@ def independent_along(*dims: int) -> Rule:
         allowed = {dim % size for dim in dims}
         for tensor, place in zip(call.tensors, call.places, strict=True):
             if tensor.ndim == size and not (first.is_slice and place.same(first)):
-                if place.is_whole and (tensor.shape[first.dim] == 1 or first.dim in place.uniform):
+                if place.is_whole and place.is_uniform(tensor, first.dim):
                     continue
                 raise call.misfit("its inputs have different placements, or are partial sums")
         if first.dim not in allowed:

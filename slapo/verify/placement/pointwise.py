@@ -94,12 +94,12 @@ _MOVES += ("narrow", "as_strided", *VIEWS, *REORDERS, *COPIES)
 
 def is_constant(tensor: Tensor, place: Place) -> bool:
     """Return True if a replicated tensor has one value everywhere."""
-    return all(size == 1 or dim in place.uniform for dim, size in enumerate(tensor.shape))
+    return all(place.is_uniform(tensor, dim) for dim in range(tensor.ndim))
 
 
 def _uniform_dims(call: Call, out: Tensor) -> frozenset[int]:
     """Dimensions along which all inputs are constant, and so the result is."""
-    pairs = zip(call.tensors, call.places, strict=True)
+    pairs = [*zip(call.tensors, call.places, strict=True)]
     if call.name in _MOVES and all(is_constant(tensor, place) for tensor, place in pairs):
         return frozenset(range(out.ndim))
     if call.name in VIEWS:
@@ -115,15 +115,11 @@ def _uniform_dims(call: Call, out: Tensor) -> frozenset[int]:
         return _left_by_sum(call)
     if not is_pointwise(call) and call.name not in ("expand", *COPIES):
         return frozenset()
-    found = set()
-    for dim, size in enumerate(out.shape):
-        alike = True
-        for tensor, place in zip(call.tensors, call.places, strict=True):
-            here = dim - (out.ndim - tensor.ndim)
-            alike &= here < 0 or tensor.shape[here] == 1 or here in place.uniform
-        if alike and size > 1:
-            found.add(dim)
-    return frozenset(found)
+    return frozenset(
+        dim
+        for dim, size in enumerate(out.shape)
+        if size > 1 and all(p.is_uniform(t, dim - (out.ndim - t.ndim)) for t, p in pairs)
+    )
 
 
 def _kept_by_view(call: Call) -> frozenset[int]:
@@ -192,13 +188,12 @@ def pointwise(call: Call) -> list[Place]:
     dim = first.dim - call.tensors[first_at].ndim
     for tensor, place in zip(call.tensors, call.places, strict=True):
         here = tensor.ndim + dim
-        constant = here < 0 or tensor.shape[here] == 1 or here in place.uniform
         alike = place.is_slice and place.dim == here and place.is_cut_as(first)
         own = place.kind == OWN and here >= 0 and here not in place.uniform
         alike |= own and tensor.shape[here] == size
         if place.kind == OWN and not alike:  # one random value for a full slice
             raise own_draws()
-        if not (alike or (place.is_whole and constant)):
+        if not (alike or (place.is_whole and place.is_uniform(tensor, here))):
             raise call.misfit("its inputs have different placements")
     return [first.along(out.ndim + dim) for out in call.outs]
 
@@ -216,8 +211,7 @@ def _copied(call: Call) -> list[Place]:
     target, source = call.places[0], call.places[-1]
     if target.is_slice and source.is_whole:
         written = call.tensors[-1]
-        here = target.dim - (call.outs[0].ndim - written.ndim)
-        if here < 0 or written.shape[here] == 1 or here in source.uniform:
+        if source.is_uniform(written, target.dim - (call.outs[0].ndim - written.ndim)):
             return [target] * len(call.outs)
     if source.is_slice:
         source = source.along(source.dim + call.outs[0].ndim - call.tensors[-1].ndim)

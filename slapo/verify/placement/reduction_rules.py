@@ -174,7 +174,7 @@ def _is_shared(call: Call, tensor: Tensor, place: Place, blocks: tuple[int, ...]
     With one head per block, the operation gives each block its own. The comparison of sizes checks
     that one process has as many heads and does not repeat them.
     """
-    constant = tensor.shape[1] == 1 or 1 in place.uniform
+    constant = place.is_uniform(tensor, 1)
     if len({*blocks}) == 1:
         of_keys = any(tensor is call.get(name) for name in ("key", "value"))
         constant |= of_keys and tensor.shape[1] == len(blocks)

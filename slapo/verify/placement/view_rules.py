@@ -269,19 +269,28 @@ def pad(call: Call) -> list[Place]:
 
 
 # --- choice by index -----------------------------------------------------------------------------
-@rule_for("index", "_unsafe_index")
+@rule_for("index", "_unsafe_index", "index_select")
 def index(call: Call) -> list[Place]:
     """Replicated indices into any dimension but the sharded one."""
-    place, chosen = call.places[0], call.get("indices")
-    others = [p for t, p in zip(call.tensors[1:], call.places[1:], strict=True) if t is not None]
-    if not all(other.is_whole for other in others):
-        return _sliced_indices(call)
+    place, chosen = call.places[0], _chosen(call)
+    if not all(other.is_whole for other in call.places[1:]):
+        # A replicated table with sharded indices: the result is sharded like the indices.
+        if place.is_whole and len(call.places) == 2 and chosen[0] is not None:
+            return [call.places[1]]
+        raise call.misfit("indices that differ between ranks choose from a table that is not whole")
     if not place.is_slice:
         return [place]
     dims = _dims_behind(chosen, call.tensors[0].ndim)
     if place.dim not in dims:
         raise call.misfit(f"it chooses along dimension {place.dim}, which is sharded")
     return [place.along(dims.index(place.dim))]
+
+
+def _chosen(call: Call) -> Sequence[torch.Tensor | None]:
+    """Indices by dimension."""
+    if call.get("indices") is not None:
+        return list(call.get("indices"))
+    return [None] * (call.get("dim") % call.tensors[0].ndim) + [call.tensors[1]]
 
 
 def _indexed(chosen: Sequence[torch.Tensor | None]) -> tuple[list[int], int]:
@@ -307,28 +316,17 @@ def _dims_behind(chosen: Sequence[torch.Tensor | None], ndim: int) -> list[int]:
     return [*kept[:start], *[-1] * wide, *kept[start:]]
 
 
-def _sliced_indices(call: Call) -> list[Place]:
-    """A replicated table with sharded indices: the result is sharded like the indices."""
-    table, chosen = call.places[0], call.get("indices")
-    given = [tensor for tensor in chosen if tensor is not None]
-    if table.is_whole and len(given) == 1 and chosen[0] is not None:
-        return [call.places[1]]
-    raise call.misfit("indices that differ between ranks choose from a table that is not whole")
-
-
-@rule_for("index_select", "gather")
-def index_select(call: Call) -> list[Place]:
-    """As `index`, along one dimension."""
-    place, indices = call.places[0], call.places[1]
-    axis = call.get("dim") % call.tensors[0].ndim
-    if place.is_slice and call.name == "gather" and place.dim != axis:
+@rule_for("gather")
+def gather(call: Call) -> list[Place]:
+    """Indices sharded like the tensor, or replicated ones for a replicated tensor."""
+    (tensor, index), (place, indices) = call.tensors, call.places
+    axis = call.get("dim") % tensor.ndim
+    if place.is_slice and place.dim != axis:
         alike = place.same(indices) or (indices.is_whole and place.dim in indices.uniform)
-        if alike and call.tensors[1].shape[place.dim] == call.tensors[0].shape[place.dim]:
-            return [place]
-    if not indices.is_whole or (place.is_slice and place.dim == axis):
+        if not alike or index.shape[place.dim] != tensor.shape[place.dim]:
+            raise call.misfit("whole indices choose from slices")
+    elif place.is_slice or not indices.is_whole:
         raise call.misfit(f"it chooses along dimension {axis}, which is sharded")
-    if place.is_slice and call.name == "gather":
-        raise call.misfit("whole indices choose from slices")
     return [place]
 
 
@@ -346,7 +344,7 @@ def _put_in(call: Call) -> list[Place]:
     if source.is_slice and call.name in ("index_put", "_index_put_impl", "index_add"):
         return [_put_slices(call, target, source)]
     if target.is_slice and source.is_whole and target.dim in source.uniform:
-        if target.dim in _written_dims(call):
+        if target.dim in _indexed(_chosen(call))[0]:
             raise call.misfit(f"it writes along dimension {target.dim}, which is sharded")
         return [target]
     raise call.misfit("the inserted tensor and the destination have different placements")
@@ -379,20 +377,9 @@ def _rows_of_slices(call: Call) -> bool:
     return first and bool(call.get("accumulate")) and all(p.same(source) for p in between)
 
 
-def _written_dims(call: Call) -> set[int]:
-    """Dimensions that the indices write along."""
-    chosen, ndim = call.get("indices"), call.tensors[0].ndim
-    if chosen is None:
-        return {call.get("dim") % ndim}
-    return {*_indexed(chosen)[0]}
-
-
 def _put_slices(call: Call, target: Place, source: Place) -> Place:
     """Insert rows sharded along a dimension that is not indexed, like the destination."""
-    values, rows, chosen = call.tensors[-1], call.tensors[0], call.get("indices")
-    if chosen is None:  # a single index tensor for one dimension
-        chosen = [None] * (call.get("dim") % rows.ndim) + [call.tensors[1]]
-    dim = _dims_behind(chosen, rows.ndim)[source.dim - values.ndim]
+    dim = _dims_behind(_chosen(call), call.tensors[0].ndim)[source.dim - call.tensors[-1].ndim]
     if dim < 0:
         raise call.misfit("it inserts slices of rows where each rank has different ones")
     if target.same(source.along(dim)) or target.is_zero or dim in target.uniform:
