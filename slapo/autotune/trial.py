@@ -115,7 +115,6 @@ class Launcher:
 
 
 def _with_program(words: Sequence[str]) -> list[str]:
-    """Return the command with an executable first word."""
     if not words:
         raise TuneError("there is no script to run; name one, and its arguments, after the options")
     first, *rest = words
@@ -405,7 +404,6 @@ def _send(process: subprocess.Popen[bytes] | None, number: int, pids: Iterable[i
 
 
 def _runs(pid: int) -> bool:
-    """Return whether a process is running; zombies have ended."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False

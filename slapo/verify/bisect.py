@@ -132,7 +132,6 @@ class _Edit:
 
 
 def _first(count: int) -> _Edit:
-    """Apply only the first `count` primitives."""
     return _Edit(left_out=range(count, sys.maxsize))
 
 
@@ -315,7 +314,6 @@ def _together(found: Sequence[_Edit]) -> Iterator[_Edit]:
 
 
 def _other_gradient(applied: _Applied) -> Remedy | None:
-    """The same gather with the other treatment of its gradient."""
     record, kwargs = applied.record, dict(applied.kwargs)
     if record.primitive != "sync" or "'all_gather'" not in record.arguments.values():
         return None
@@ -324,7 +322,6 @@ def _other_gradient(applied: _Applied) -> Remedy | None:
 
 
 def _text(applied: _Applied) -> str:
-    """A primitive and its arguments, without its path."""
     record = applied.record
     return f"{record.primitive} {dict(record.arguments)} {record.identity}"
 

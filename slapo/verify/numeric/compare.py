@@ -86,7 +86,6 @@ def compare_kinds(trial: PairedRun, given: Any, wanted: Any) -> None:
 def _wrong_output(
     trial: PairedRun, how: str, what: str = "the output differs"
 ) -> VerificationError:
-    """Error for different outputs, with the first module whose output differs."""
     sides = trial.sides
     said, found = f"{what}{_in_mode(trial)}", _recorded(trial, False).output()
     if found is None:
@@ -253,7 +252,6 @@ def _values(drops: Mapping[str, list[Drop]], path: str) -> list[str]:
 
 
 def _drops_by_module(trial: PairedRun, model: nn.Module) -> dict[str, list[Drop]]:
-    """Run again and record the dropouts by module."""
     paths = Paths(model)
     quiet = DropoutRecorder(lambda: paths.now()[0])
     with paths.followed():

@@ -184,7 +184,6 @@ class Verify:
                 raise
 
     def _check_state(self) -> None:
-        """Raise for tensors that changed beyond the declarations of the schedule."""
         sides = self.sides
         found = sides.first(changes(self.sch, sides.reference, sides.origins))
         if found:

@@ -62,7 +62,6 @@ def _packed(
 
 
 def _gone(model: nn.Module, before: dict[str, Slot], origins: Origins) -> Iterator[Change]:
-    """Parameters of the original without a counterpart."""
     names = origins.names
     accounted: set[str] = set()
     for slot in slots(model):
@@ -102,7 +101,6 @@ def _new(now: Sequence[Slot], origins: Origins) -> Iterator[Change]:
 
 
 def _untied(now: Sequence[Slot], before: dict[str, Slot], origins: Origins) -> Iterator[Change]:
-    """Ties that the block broke or created."""
     tensors: dict[int, tuple[Slot, str]] = {}
     first: dict[int, Slot] = {}
     for slot in now:
@@ -129,7 +127,6 @@ def _untied(now: Sequence[Slot], before: dict[str, Slot], origins: Origins) -> I
 def _changed(
     slot: Slot, parts: Sequence[Slot], pack: Callable[[list[Tensor]], Tensor | None] | None
 ) -> Iterator[Change]:
-    """Differences between a tensor and the tensors that it is made of."""
     mine, theirs = slot.tensor, [part.tensor for part in parts]
     kind, *kinds = (
         "parameter" if isinstance(t, nn.Parameter) else "buffer" for t in (mine, *theirs)

@@ -66,7 +66,6 @@ def _lies_along(letter: str, names: str, place: Place) -> bool:
 
 
 def _check_added(call: Call, result: Place) -> None:
-    """Raise unless an added bias has the placement of the product."""
     bias, place, ndim = call.tensors[0], call.places[0], call.outs[0].ndim
     if place.is_zero:
         return
@@ -151,8 +150,7 @@ def _cut_of_groups(call: Call, at: Sequence[int], dims: Sequence[int]) -> list[F
 
 
 @rule_for("convolution_backward")
-def convolution_backward(call: Call) -> list[Place]:
-    """Gradients of input, weight and bias."""
+def _convolution_backward(call: Call) -> list[Place]:
     grad, x, weight = call.places[:3]
     groups, transposed = call.get("groups"), bool(call.get("transposed"))
     mask = call.get("output_mask")

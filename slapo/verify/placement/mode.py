@@ -225,9 +225,11 @@ class PlaceMode(OperationLog):
         return result
 
     def _other_ranks(self, group: dist.ProcessGroup | None) -> PlacementViolation | None:
-        if self.ranks == 1 or ranks_of(group) == ranks_of(self.group):
+        if self.ranks == 1:
             return None
-        theirs, ours = ranks_of(group), ranks_of(self.group)
+        theirs, ours = map(dist.get_process_group_ranks, (group, self.group))
+        if theirs == ours:
+            return None
         why = f"it runs over ranks {theirs}, but the group of the schedule is {ours}"
         return PlacementViolation(why, Fault.GROUP)
 
@@ -265,7 +267,6 @@ class PlaceMode(OperationLog):
         return ""
 
     def _given_by(self, step: Step, tensor: Tensor, arguments: dict[str, Any]) -> Place:
-        """Placement of the result of a step."""
         if step == PART:
             return of_spec(arguments["spec"])
         if step.gives == "shard":
@@ -390,11 +391,6 @@ def _users(tensor: Tensor) -> int:
 def _may_become(before: Place, place: Place) -> bool:
     """Return True if a constant may be partly overwritten by a tensor of this placement."""
     return before.is_zero or (place.is_slice and place.dim in before.uniform)
-
-
-def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
-    """Global ranks of a group; None is the default group, as for collectives."""
-    return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
 def _places_of(call: Call) -> list[Place]:

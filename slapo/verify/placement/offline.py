@@ -21,8 +21,6 @@ from slapo.verify.placement.run import check
 from slapo.weights.meta import init_empty_weights
 from slapo.weights.slots import slots
 
-ScheduleFn = Callable[..., Any]
-
 
 @dataclass(frozen=True)
 class CheckResult:

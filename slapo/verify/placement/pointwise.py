@@ -123,7 +123,6 @@ def _uniform_dims(call: Call, out: Tensor) -> frozenset[int]:
 
 
 def _kept_by_view(call: Call) -> frozenset[int]:
-    """Dimensions of a view's result along which it is constant."""
     old, new = call.tensors[0].shape, call.outs[0].shape
     kept = {(old[dim], prod(old[dim + 1 :])) for dim in call.places[0].uniform}
     return frozenset(d for d, size in enumerate(new) if (size, prod(new[d + 1 :])) in kept)
@@ -151,14 +150,12 @@ def _runs(call: Call, out: Tensor) -> tuple[tuple[int, int], ...]:
 
 
 def _left_by_sum(call: Call) -> frozenset[int]:
-    """Dimensions left by a sum along which it is constant."""
     ndim, gone = call.tensors[0].ndim, call.dims()
     left = [dim for dim in range(ndim) if call.get("keepdim") or dim not in gone]
     return frozenset(left.index(dim) for dim in call.places[0].uniform if dim in left)
 
 
 def _stays_zero(call: Call) -> bool:
-    """Return True if zero inputs give a zero result."""
     if call.name in ("expand", "neg", *VIEWS, *COPIES):
         return call.places[0].is_zero
     if call.name in ("add", "mul"):
@@ -254,8 +251,7 @@ def others_whole(places: list[Place]) -> bool:
 
 
 @rule_for("detach", "alias", "clone", "contiguous", "lift_fresh", "positive", "conj", "_conj")
-def same(call: Call) -> list[Place]:
-    """A copy keeps the placement."""
+def _same(call: Call) -> list[Place]:
     return [call.places[0]] * len(call.outs)
 
 

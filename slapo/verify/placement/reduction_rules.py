@@ -62,8 +62,7 @@ _LINEAR = ("tri", "avg_pool", "_adaptive_avg_pool", *_RESIZED, "view_as")
 
 
 @rule_for(*_ALONG, *_LINEAR_ALONG)
-def along(call: Call) -> Place:
-    """Slice by slice along other dimensions."""
+def _along(call: Call) -> Place:
     return call.slicewise(call.dims(), is_linear=call.name in _LINEAR_ALONG)
 
 
@@ -217,8 +216,7 @@ def _check_mask(call: Call, table: Place, tokens: Place) -> None:
 
 
 @rule_for("embedding_dense_backward")
-def lookup_backward(call: Call) -> list[Place]:
-    """The gradient of a table has the table's placement."""
+def _lookup_backward(call: Call) -> list[Place]:
     grad, tokens = call.places[:2]
     if tokens.kind == MASKED and grad.is_whole:
         return [tokens.anew(0)]

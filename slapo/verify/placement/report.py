@@ -163,7 +163,6 @@ def _spreads_tokens(sch: Schedule) -> bool:
 
 
 def _names(record: Record, text: str) -> bool:
-    """Return True if an argument of a primitive is this string."""
     return repr(text) in record.arguments.values()
 
 

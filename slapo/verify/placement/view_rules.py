@@ -120,8 +120,7 @@ def reordered(call: Call) -> Place:
 
 
 @rule_for("select_backward")
-def select_backward(call: Call) -> Place:
-    """The dimension that was chosen from comes back."""
+def _select_backward(call: Call) -> Place:
     place, axis = call.moved(), call.get("dim") % call.outs[0].ndim
     return place.along(place.dim + (place.dim >= axis)) if place.is_slice else place
 
@@ -246,8 +245,7 @@ def cat(call: Call) -> list[Place]:
 
 
 @rule_for("stack")
-def stack(call: Call) -> list[Place]:
-    """Parts of equal placement."""
+def _stack(call: Call) -> list[Place]:
     axis = (call.get("dim") or 0) % call.outs[0].ndim
     first = call.places[0]
     if not all(place.same(first) for place in call.places):
@@ -388,8 +386,7 @@ def _put_slices(call: Call, target: Place, source: Place) -> Place:
 
 
 @rule_for("index_fill")
-def fill(call: Call) -> Place:
-    """Replicated indices and values, along another dimension than the sharded one."""
+def _fill(call: Call) -> Place:
     if not all(place.is_whole for place in call.places[1:]):
         raise call.misfit("the indices or the value differ between ranks")
     filled = replace(call, tensors=call.tensors[:1], places=call.places[:1])
@@ -418,8 +415,7 @@ def halves(call: Call) -> list[Place]:
 
 
 @rule_for("masked_scatter", "masked_select", "nonzero", "argwhere")
-def refuse_data(call: Call) -> list[Place]:
-    """Raise, because the size of the selection would differ between ranks."""
+def _refuse_data(call: Call) -> list[Place]:
     raise call.misfit("its choice depends on values that differ between ranks")
 
 
