@@ -19,7 +19,7 @@ from slapo.random import get_rng_tracker
 from slapo.sharding.steps import carried_by
 from slapo.utils.raised import running_in
 from slapo.verify.finding import kept_sizes
-from slapo.verify.numeric.harness import SEED, Outcome, fresh_input, other_tensors, weighed
+from slapo.verify.numeric.harness import SEED, Outcome, other_tensors, weighed
 from slapo.verify.numeric.pair import ModelPair
 from slapo.verify.numeric.precision import RTOL, Widened, default_dtype, refuses, rtol_for
 from slapo.verify.numeric.randomness import DropoutRecorder
@@ -119,10 +119,15 @@ class PairedRun:
         states = tracker.get_states()
         torch.manual_seed(SEED)
         inputs: list[Tensor] = []
-        wide = self.way.wide
-        args, kwargs = pytree.tree_map_only(
-            Tensor, lambda t: fresh_input(t, inputs, wide), (sides.args, sides.kwargs)
-        )
+
+        def copied(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor.clone()
+            value = tensor.detach().to(self.way.wide or tensor.dtype, copy=True)
+            inputs.append(value.requires_grad_())
+            return value.clone()  # not a leaf, so the model may change it in place
+
+        args, kwargs = pytree.tree_map_only(Tensor, copied, (sides.args, sides.kwargs))
         try:
             with self.modes(quiet) as widened:
                 output = model(*args, **kwargs)

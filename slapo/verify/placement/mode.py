@@ -20,7 +20,6 @@ from slapo.sharding.steps import PAD, PART, SHARE, SUM_SHARED, Step
 from slapo.verify.placement import einsum_rules as einsum_rules
 from slapo.verify.placement import row_order
 from slapo.verify.placement.call import RULES, Call, Rule, by_rule, name_of, run, tensors_in
-from slapo.verify.placement.memory import through_memory
 from slapo.verify.placement.place import (
     MASKED,
     OWN,
@@ -50,7 +49,7 @@ from slapo.verify.placement.raw_collectives import group_in, raw_collective
 from slapo.verify.placement.reduction_rules import ATTENTION, attention
 from slapo.verify.placement.replicated_shards import followed, is_shared
 from slapo.verify.placement.sizes import ANY, OperationLog, Shape
-from slapo.verify.placement.view_rules import VIEWS
+from slapo.verify.placement.view_rules import VIEWS, through_memory
 
 _READ = "Python reads a value that differs between ranks"
 

@@ -9,6 +9,7 @@ from fractions import Fraction
 from math import prod
 
 import torch
+from torch import Tensor
 
 from slapo.verify.placement.call import Call, rule_for
 from slapo.verify.placement.place import OWN, PARTIAL_SUM, Fault, Place
@@ -284,14 +285,14 @@ def index(call: Call) -> list[Place]:
     return [place.along(dims.index(place.dim))]
 
 
-def _chosen(call: Call) -> Sequence[torch.Tensor | None]:
+def _chosen(call: Call) -> Sequence[Tensor | None]:
     """Indices by dimension."""
     if call.get("indices") is not None:
         return list(call.get("indices"))
     return [None] * (call.get("dim") % call.tensors[0].ndim) + [call.tensors[1]]
 
 
-def _indexed(chosen: Sequence[torch.Tensor | None]) -> tuple[list[int], int]:
+def _indexed(chosen: Sequence[Tensor | None]) -> tuple[list[int], int]:
     """Indexed dimensions, and the number of dimensions that replace them."""
     at: list[int] = []
     dim = wide = 0
@@ -305,7 +306,7 @@ def _indexed(chosen: Sequence[torch.Tensor | None]) -> tuple[list[int], int]:
     return at, wide
 
 
-def _dims_behind(chosen: Sequence[torch.Tensor | None], ndim: int) -> list[int]:
+def _dims_behind(chosen: Sequence[Tensor | None], ndim: int) -> list[int]:
     """Original dimension of each result dimension; -1 for those of the indices."""
     at, wide = _indexed(chosen)
     kept = [dim for dim in range(ndim) if dim not in at]
@@ -430,3 +431,39 @@ def shuffle(call: Call) -> list[Place]:
     if any(block.denominator > 1 for block in blocks):
         raise call.misfit("it cuts across the ranks' slices")
     return [place.along(place.dim, [int(block) for block in blocks])]
+
+
+# --- shared memory -------------------------------------------------------------------------------
+# Autograd turns the gradient of a write through a view into `as_strided` and such writes.
+@rule_for("as_strided")
+def as_strided(call: Call) -> list[Place]:
+    """Keep a shard along a dimension of the same stride, or of the same memory in another shape."""
+    place = through_memory(call.places[0], call.tensors[0], call.outs[0])
+    if place is None:
+        raise call.misfit("no rule follows a slice through these strides")
+    return [place]
+
+
+def through_memory(place: Place, known: Tensor, other: Tensor) -> Place | None:
+    """Placement of a tensor, from another tensor of the same memory; None if unclear."""
+    if place.order:
+        return None
+    if not place.is_slice:
+        return place
+    size, stride = known.shape[place.dim], known.stride(place.dim)
+    for dim in range(other.ndim):
+        alike = (other.shape[dim], other.stride(dim)) == (size, stride)
+        others = (d for d in range(other.ndim) if d != dim)
+        if alike and all(_keeps_to(other, d, size, stride) for d in others):
+            return place.along(dim)
+    same = (known.numel(), known.storage_offset()) == (other.numel(), other.storage_offset())
+    if same and known.is_contiguous() and other.is_contiguous():
+        fits = fitting(place, known.shape, other.shape)
+        return min((place.along(*fit) for fit in fits), key=lambda p: len(p.blocks), default=None)
+    return None
+
+
+def _keeps_to(tensor: Tensor, dim: int, size: int, stride: int) -> bool:
+    """Return True if steps along a dimension stay within one index of the sliced dimension."""
+    step, count = tensor.stride(dim), tensor.shape[dim]
+    return count == 1 or step % (size * stride) == 0 or step * (count - 1) < stride
