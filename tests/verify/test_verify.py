@@ -476,21 +476,3 @@ def test_parameters_that_nothing_accounts_for_are_refused() -> None:
     sch = slapo.create_schedule(Acted())
     with slapo.Verify(sch, X):
         sch["last"].replace(Declared(sch["last"].mod))
-
-
-def test_a_transposed_source_that_is_not_square() -> None:
-    class Turned(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.empty(4, 6))
-            self.b = nn.Parameter(torch.empty(6))
-
-        def weight_sources(self) -> dict[str, Source]:
-            return {"w": Source(("0.weight",), transpose=True), "b": Source(("0.bias",))}
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.w + self.b
-
-    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 6)))
-    with slapo.Verify(sch, X):
-        sch["0"].replace(Turned())
