@@ -21,23 +21,15 @@ from tests.sharding.families import Region
 
 @dataclass(frozen=True)
 class Move:
-    """One decision of a schedule.
+    """One decision of a schedule."""
 
-    Parameters
-    ----------
-    kind
-        The primitive.
-    what
-        Where, and the like.
-    phase
-        Its place in a sensible order.
-    run
-        Carries it out; False if nothing came of it.
-    """
-
+    #: the primitive
     kind: str
+    #: where, and the like
     what: str
+    #: its place in a sensible order
     phase: float
+    #: carries it out; False if nothing came of it
     run: Callable[[slapo.Schedule], Any]
 
     def __str__(self) -> str:
@@ -224,14 +216,7 @@ Maker = Callable[[str, str, list[int]], Iterator[Move]]
 class _Others:
     """Makes moves of one kind each, of a module with parts, any module, and an order of patterns.
 
-    Parameters
-    ----------
-    sch
-        The root, before anything is done.
-    choose
-        The source of decisions.
-    tracer
-        What may be passed besides ``"pytorch"``.
+    `tracer` may be passed besides ``"pytorch"``.
     """
 
     def __init__(self, sch: slapo.Schedule, choose: random.Random, tracer: str) -> None:
