@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
 from slapo.sharding import reduce_from_group
 from slapo.sharding.groups import group_size
-from slapo.sharding.state import shards_of
+from slapo.verify.numeric.harness import gathered_gradients
 from slapo.verify.placement import PlacementError, check, rules
 from slapo.verify.placement.offline import check_at
 from slapo.verify.placement.place import PARTIAL_SUM, sliced
@@ -379,14 +380,9 @@ def difference(model: nn.Module, x: Tensor) -> float:
     (wanted * weight).sum().backward()
     (found * weight).sum().backward()
     apart = [float((found - wanted).detach().abs().max())]
-    for name, param in whole.named_parameters():
-        path, _, leaf = name.rpartition(".")
-        spec = shards_of(sch[path].mod).get(leaf)
-        own = model.get_parameter(name).grad
-        assert param.grad is not None
-        assert own is not None
-        target = param.grad if spec is None else spec.slice(param.grad)
-        apart.append(float((own - target).abs().max()))
+    gradients = gathered_gradients(model, sch.group or dist.group.WORLD)
+    for name, grad in gathered_gradients(whole, None).items():
+        apart.append(float((gradients[name] - grad).abs().max()))
     return max(apart)
 
 
