@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 #: Name of the study in the file.
 _NAME = "slapo"
-#: Seconds between writes of new predictions.
-_PAUSE = 5.0
 
 
 class Database:
@@ -241,14 +238,12 @@ class Predictor:
         # Without its source, a changed function looks like this one.
         same = self._source and held.get("source") == self._source
         self._known = saved_predictions(study) if same else {}
-        self._saved, self._is_new = time.monotonic(), False
+        self._is_new = False
 
     def __call__(self, point: Point) -> Prediction:
         if point.key not in self._known:
             self._known[point.key] = self._ask(point.values)
             self._is_new = True
-            if time.monotonic() - self._saved > _PAUSE:
-                self.save()
         return self._known[point.key]
 
     def get(self, point: Point) -> Prediction | None:
@@ -260,7 +255,7 @@ class Predictor:
         if self._is_new:
             points = {key: asdict(found) for key, found in self._known.items()}
             self._study.set_user_attr("predictions", {"source": self._source, "points": points})
-        self._saved, self._is_new = time.monotonic(), False
+            self._is_new = False
 
     def _ask(self, values: dict[str, Any]) -> Prediction:
         with configured(f"predict({values})"):

@@ -169,7 +169,6 @@ def tune(
 
 
 def _check_names(found: Survey, grows: Collection[str] | None, launcher: Launcher | None) -> None:
-    """Refuse names in `grows` and in the command that no point has."""
     names = {name for point in found.points for name in point.choices}
     for name in grows or ():
         if name not in names:

@@ -29,8 +29,8 @@ NOT_RUN = ("refused", "does_not_fit", "skipped")
 
 #: Seconds between SIGTERM and SIGKILL, and until processes that survive SIGKILL are given up.
 _GRACE, _GIVE_UP = 5.0, 10.0
-#: Size in bytes at which the middle of a log is dropped, and bytes kept at both ends.
-_LOG_LIMIT, _KEPT = 64 * 2**20, 2**20
+#: Bytes at the end of a log in which a result is looked for.
+_KEPT = 2**20
 _PLACE = re.compile(r"\{\{([A-Za-z_][\w.-]*)\}\}|\{([A-Za-z_][\w.-]*)\}")
 
 
@@ -115,7 +115,6 @@ class Launcher:
 
 
 def _with_program(words: Sequence[str]) -> list[str]:
-    """Return the command with an executable first word."""
     if not words:
         raise TuneError("there is no script to run; name one, and its arguments, after the options")
     first, *rest = words
@@ -252,7 +251,7 @@ def run_command(
     environment[VARIABLE] = json.dumps(dict(values))
     started, process, code = time.monotonic(), None, None
     try:
-        with log.open("ab") as file:  # append mode, so that the log can be shortened while it grows
+        with log.open("wb") as file:
             process = subprocess.Popen(
                 command,
                 env=environment,
@@ -261,7 +260,8 @@ def run_command(
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        code = _wait(process, log, started + timeout)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(timeout)
     except (OSError, ValueError) as error:  # values that are too long, for example
         return judged("crash", reason=f"it could not be started: {error}")
     finally:
@@ -362,29 +362,6 @@ def end_leftovers(logs: Path) -> None:
     _kill(None, f"{logs.resolve()}/")
 
 
-def _wait(process: subprocess.Popen[bytes], log: Path, deadline: float) -> int | None:
-    """Return the exit status of a process; None at the deadline."""
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            return process.wait(max(0.0, min(left, 1.0)))
-        except subprocess.TimeoutExpired:
-            if left <= 0:
-                return None
-            _shorten(log)
-
-
-def _shorten(log: Path) -> None:
-    """Drop the middle of a log that is too long."""
-    with contextlib.suppress(OSError):
-        if log.stat().st_size > _LOG_LIMIT:
-            end = _tail(log)
-            with log.open("r+") as file:
-                file.truncate(_KEPT)
-                file.seek(0, os.SEEK_END)
-                file.write(f"\n[... the log was too long, its middle was dropped ...]\n{end}")
-
-
 def _tail(log: Path) -> str:
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _KEPT))
@@ -427,7 +404,6 @@ def _send(process: subprocess.Popen[bytes] | None, number: int, pids: Iterable[i
 
 
 def _runs(pid: int) -> bool:
-    """Return whether a process is running; zombies have ended."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False

@@ -132,7 +132,6 @@ class _Edit:
 
 
 def _first(count: int) -> _Edit:
-    """Apply only the first `count` primitives."""
     return _Edit(left_out=range(count, sys.maxsize))
 
 
@@ -260,24 +259,19 @@ def _against_siblings(applied: Sequence[_Applied], modules: set[str]) -> list[_E
     for number, each in enumerate(applied):
         by_path.setdefault(each.record.path, []).append(number)
     found: list[_Edit] = []
-    for path in [*by_path, *sorted(modules & _absent(by_path))]:
+    likes, layers = set(map(numberless, by_path)), set(map(_layer, by_path))
+    # Modules without primitives whose counterparts in another layer have some.
+    absent = [
+        path
+        for path in sorted(modules - by_path.keys())
+        if numberless(path) in likes and _layer(path) in layers
+    ]
+    for path in [*by_path, *absent]:
         for sibling in by_path:
             if sibling != path and numberless(sibling) == numberless(path):
                 found += _differences(applied, path, by_path.get(path, []), by_path[sibling])
     single = list({repr(edit): edit for edit in found}.values())
     return [*single, *_together(single)]
-
-
-def _absent(by_path: dict[str, list[int]]) -> set[str]:
-    """Paths without primitives whose counterparts in another layer have some."""
-    layers = {_layer(path) for path in by_path} - {""}
-    wanted = {
-        layer + path[len(_layer(path)) :]
-        for path in by_path
-        for layer in layers
-        if _layer(path) and numberless(layer) == numberless(_layer(path))
-    }
-    return wanted - by_path.keys()
 
 
 def _differences(
@@ -320,7 +314,6 @@ def _together(found: Sequence[_Edit]) -> Iterator[_Edit]:
 
 
 def _other_gradient(applied: _Applied) -> Remedy | None:
-    """The same gather with the other treatment of its gradient."""
     record, kwargs = applied.record, dict(applied.kwargs)
     if record.primitive != "sync" or "'all_gather'" not in record.arguments.values():
         return None
@@ -329,7 +322,6 @@ def _other_gradient(applied: _Applied) -> Remedy | None:
 
 
 def _text(applied: _Applied) -> str:
-    """A primitive and its arguments, without its path."""
     record = applied.record
     return f"{record.primitive} {dict(record.arguments)} {record.identity}"
 

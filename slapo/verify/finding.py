@@ -10,8 +10,10 @@ from torch import nn
 
 from slapo.errors import VerificationError
 from slapo.history import Record, applied_at, contains, listed, spelled
+from slapo.pipeline.pipelined import unstaged
 from slapo.schedule import Schedule
 from slapo.sharding.numbers import sizes_kept
+from slapo.wrapper import innermost
 
 E = TypeVar("E", bound=VerificationError)
 
@@ -51,9 +53,16 @@ def add_sync(path: str, mode: str, op: str, **kwargs: Any) -> Remedy:
     return Remedy(path, (("sync", (mode, op), kwargs),))
 
 
-def kept_sizes(sch: Schedule, module: nn.Module, path: str, records: Sequence[Record]) -> str:
+def module_at(sch: Schedule, path: str) -> nn.Module | None:
+    """The module at a path of the model, which stages do not change."""
+    named = sch.mod.named_modules(remove_duplicate=False)
+    return next((innermost(m) for name, m in named if unstaged(sch.mod, name) == path), None)
+
+
+def kept_sizes(sch: Schedule, path: str, records: Sequence[Record]) -> str:
     """A line for an error message on global sizes in a module with shards."""
-    return sizes_kept(module, _full(sch, path), records, sch.world_size)
+    module = module_at(sch, path)
+    return sizes_kept(module, _full(sch, path), records, sch.world_size) if module else ""
 
 
 def _full(sch: Schedule, path: str) -> str:

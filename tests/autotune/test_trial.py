@@ -223,21 +223,6 @@ def test_programs_that_cannot_start(tmp_path: Path, command: Any, values: Any) -
     assert "could not be started" in outcome.reason
 
 
-def test_logs_that_grow_without_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_LOG_LIMIT", 2**16)
-    monkeypatch.setattr(trial, "_KEPT", 2**12)
-    code = (
-        "import time\nprint('first', flush=True)\n"
-        "for _ in range(32): print('x' * 2**14, flush=True); time.sleep(0.05)\n"
-        "print('{\"throughput\": 2}')"
-    )
-    assert run(tmp_path, code).result == 2.0
-    text = (tmp_path / "log").read_text()
-    assert text.startswith("first")
-    assert "its middle was dropped" in text
-    assert len(text) < 2**19
-
-
 # --- processes -----------------------------------------------------------------------------------
 #: A child in this session, and one in its own that lost its parent; both ignore SIGTERM.
 CHILDREN = """

@@ -102,15 +102,8 @@ class Plan:
     def apply(self, sch: slapo.Schedule, is_cut: bool) -> None:
         """Choose the moves, and carry out those that are not refused.
 
-        Parameters
-        ----------
-        is_cut
-            Whether a stage ends where it is traced for that.
-
-        Raises
-        ------
-        Crash
-            For an error that is none of this library's, nor of wrong arguments.
+        With `is_cut` a stage ends where it is traced for that. An error that is none of this
+        library's, nor of wrong arguments, is a `Crash`.
         """
         choose = self.choose
         steps = Steps(self.model.family, self.spreads, choose, self.odds)

@@ -21,26 +21,17 @@ Batch = tuple[dict[str, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Model:
-    """A model, and what a mixed schedule has to know of it.
+    """A model, and what a mixed schedule has to know of it."""
 
-    Parameters
-    ----------
-    family
-        How it is split.
-    batch
-        ``batch(samples, length, seed)``.
-    containers
-        Paths down to which it is traced for cuts.
-    ends
-        Where a stage may end then.
-    constants
-        Arguments of its forward that a trace takes for constants.
-    """
-
+    #: how it is split
     family: Family
+    #: ``batch(samples, length, seed)``
     batch: Callable[[int, int, int], Batch]
+    #: paths down to which it is traced for cuts
     containers: tuple[str, ...]
+    #: where a stage may end then
     ends: tuple[str, ...]
+    #: arguments of its forward that a trace takes for constants
     constants: tuple[tuple[str, Any], ...] = ()
 
     def build(self) -> nn.Module:

@@ -21,23 +21,15 @@ from tests.sharding.families import Region
 
 @dataclass(frozen=True)
 class Move:
-    """One decision of a schedule.
+    """One decision of a schedule."""
 
-    Parameters
-    ----------
-    kind
-        The primitive.
-    what
-        Where, and the like.
-    phase
-        Its place in a sensible order.
-    run
-        Carries it out; False if nothing came of it.
-    """
-
+    #: the primitive
     kind: str
+    #: where, and the like
     what: str
+    #: its place in a sensible order
     phase: float
+    #: carries it out; False if nothing came of it
     run: Callable[[slapo.Schedule], Any]
 
     def __str__(self) -> str:
@@ -158,68 +150,25 @@ def replace_module(sch: slapo.Schedule, path: str, on_meta: bool) -> None:
 
 
 # --- operations ----------------------------------------------------------------------------------
-def _bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
-    return F.gelu(x + bias)
-
-
-def _bias_relu(x: Tensor, bias: Tensor) -> Tensor:
-    return F.relu(x + bias)
-
-
-def _bias_silu(x: Tensor, bias: Tensor) -> Tensor:
-    return F.silu(x + bias)
-
-
-def _gelu(x: Tensor) -> Tensor:
-    return F.gelu(x)
-
-
-def _new_gelu(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _silu(x: Tensor) -> Tensor:
-    return F.silu(x)
-
-
-def _relu(x: Tensor) -> Tensor:
-    return F.relu(x)
-
-
-def _gate(x: Tensor, y: Tensor) -> Tensor:
-    return F.silu(x) * y
-
-
-def _linear_gelu(x: Tensor) -> Tensor:
-    return F.gelu(slapo.call_module(r"fc1|dense|c_fc", x))
-
-
-def _norm_relu(x: Tensor) -> Tensor:
-    return F.relu(slapo.call_module("norm", x))
-
-
-def _drop_add(x: Tensor, y: Tensor) -> Tensor:
-    return slapo.call_module(r".*drop.*", x) + y
-
-
-def _plain_add(x: Tensor, y: Tensor) -> Tensor:
-    """Equal to dropout and addition, as nothing is dropped."""
-    return x + y
-
-
-#: What is looked for, and a function of the same values for what may be replaced by one.
-PATTERNS: tuple[tuple[Callable[..., Any], Callable[..., Any] | None], ...] = (
-    (_bias_gelu, _bias_gelu),
-    (_bias_relu, _bias_relu),
-    (_bias_silu, _bias_silu),
-    (_gelu, _gelu),
-    (_new_gelu, _new_gelu),
-    (_silu, _silu),
-    (_relu, _relu),
-    (_gate, _gate),
-    (_linear_gelu, None),
-    (_norm_relu, None),
-    (_drop_add, _plain_add),
+Function = Callable[..., Any]
+#: What is looked for, and may be replaced by a function of the same.
+_SAME: tuple[Function, ...] = (
+    lambda x, bias: F.gelu(x + bias),
+    lambda x, bias: F.relu(x + bias),
+    lambda x, bias: F.silu(x + bias),
+    lambda x: F.gelu(x),
+    lambda x: F.gelu(x, approximate="tanh"),
+    lambda x: F.silu(x),
+    lambda x: F.relu(x),
+    lambda x, y: F.silu(x) * y,
+)
+#: What is looked for, and a function of the same values, or None.
+PATTERNS: tuple[tuple[Function, Function | None], ...] = (
+    *((pattern, pattern) for pattern in _SAME),
+    (lambda x: F.gelu(slapo.call_module(r"fc1|dense|c_fc", x)), None),
+    (lambda x: F.relu(slapo.call_module("norm", x)), None),
+    # Nothing is dropped.
+    (lambda x, y: slapo.call_module(r".*drop.*", x) + y, lambda x, y: x + y),
 )
 
 
@@ -267,14 +216,7 @@ Maker = Callable[[str, str, list[int]], Iterator[Move]]
 class _Others:
     """Makes moves of one kind each, of a module with parts, any module, and an order of patterns.
 
-    Parameters
-    ----------
-    sch
-        The root, before anything is done.
-    choose
-        The source of decisions.
-    tracer
-        What may be passed besides ``"pytorch"``.
+    `tracer` may be passed besides ``"pytorch"``.
     """
 
     def __init__(self, sch: slapo.Schedule, choose: random.Random, tracer: str) -> None:

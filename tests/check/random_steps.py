@@ -18,15 +18,7 @@ from tests.sharding.families import Experts, Family, Region, Stack, Steps, is_wh
 
 
 class Random(Steps):
-    """The right schedule, each decision of which is another one now and then.
-
-    Parameters
-    ----------
-    choose
-        The source of decisions.
-    odds
-        How often a decision is another one.
-    """
+    """The right schedule; `odds` is how often a decision that `choose` makes is another one."""
 
     def __init__(
         self,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from slapo.verify.placement import offline as world
+from slapo.verify.placement.offline import fake_world as fake_world
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,3 @@ def is_false_alarm(said: Verdict, true: Verdict) -> bool:
 def is_crash(said: Verdict, true: Verdict) -> bool:
     """Failed by an error that is no answer."""
     return "crash" in (said.said, true.said)
-
-
-def fake_world(world_size: int = 2, rank: int | None = None) -> AbstractContextManager[None]:
-    """Groups of ranks that do not exist."""
-    return world.fake_world(world_size, rank)

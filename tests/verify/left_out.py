@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import slapo
-from slapo.sharding.state import shards_of
-from slapo.wrapper import innermost
+from slapo.verify.numeric.harness import gathered_gradients
 from tests.sharding.families import FAMILIES, Steps
 from tests.verify.models import build, inputs
 from tests.verify.planted import place_of
@@ -143,16 +142,7 @@ def _double(family: str) -> nn.Module:
 def _gradients(model: nn.Module, example: Any, sch: slapo.Schedule) -> dict[str, Tensor]:
     loss = model(**example).loss
     loss.backward()
-    found = {"loss": loss.detach()}
-    for path, module in model.named_modules():
-        bare = innermost(module)
-        for leaf, parameter in bare._parameters.items():
-            if parameter is None or parameter.grad is None:
-                continue
-            spec = shards_of(bare).get(leaf)
-            grad = parameter.grad
-            found[f"{path}.{leaf}"] = grad if spec is None else spec.gather(grad, sch.group)
-    return found
+    return {"loss": loss.detach(), **gathered_gradients(model, sch.group)}
 
 
 def all_outcomes(rank: int, world_size: int, family: str, spread: bool) -> list[dict[str, Any]]:

@@ -29,29 +29,19 @@ Schedule = slapo.Schedule
 
 @dataclass(frozen=True)
 class Planted:
-    """One mistake.
+    """One mistake."""
 
-    Parameters
-    ----------
-    family
-        Of :data:`tests.sharding.families.FAMILIES`, or ``"conv"``.
-    places
-        Paths, or names of parameters, that are right to be named first.
-    apply
-        Schedule it with the mistake.
-    ranks
-        How many processes.
-    init
-        See :func:`tests.verify.models.initialize`.
-    seeded
-        Whether ranks make the same model.
-    """
-
+    #: of :data:`tests.sharding.families.FAMILIES`, or ``"conv"``
     family: str
+    #: paths, or names of parameters, that are right to be named first
     places: tuple[str, ...]
+    #: schedule it with the mistake
     apply: Callable[[Schedule], object]
+    #: how many processes
     ranks: int = 1
+    #: see :func:`tests.verify.models.initialize`
     init: str = "default"
+    #: whether ranks make the same model
     seeded: bool = True
 
 

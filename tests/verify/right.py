@@ -21,29 +21,19 @@ Schedule = slapo.Schedule
 
 @dataclass(frozen=True)
 class Right:
-    """One correct schedule.
+    """One correct schedule."""
 
-    Parameters
-    ----------
-    family
-        Of the model.
-    ranks
-        How many processes.
-    schedule
-        Name in `SCHEDULES`.
-    init
-        See :func:`tests.verify.models.initialize`.
-    dtype
-        Of the parameters.
-    training
-        The mode that the model is in.
-    """
-
+    #: of the model
     family: str
+    #: how many processes
     ranks: int
+    #: name in `SCHEDULES`
     schedule: str
+    #: see :func:`tests.verify.models.initialize`
     init: str = "default"
+    #: of the parameters
     dtype: torch.dtype = torch.float32
+    #: the mode that the model is in
     training: bool = True
 
     def __str__(self) -> str:

@@ -15,11 +15,12 @@ from tests.sharding.packed import MLP, Packed
 
 
 class Turned(nn.Module):
-    """A layer with its square weight the other way round; the fault: and twice is once."""
+    """A layer with its weight the other way round; the fault: and twice is once."""
 
-    def __init__(self, is_turned: bool = True) -> None:
+    def __init__(self, is_turned: bool = True, sizes: tuple[int, int] = (16, 16)) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.empty(16, 16)), nn.Parameter(torch.empty(16))
+        self.weight = nn.Parameter(torch.empty(*sizes))
+        self.bias = nn.Parameter(torch.empty(sizes[1]))
         self.is_turned = is_turned
 
     def weight_sources(self) -> dict[str, Source]:
@@ -58,6 +59,12 @@ def test_a_square_weight_that_is_turned_several_times(times: int) -> None:
             sch["0"].replace(Turned(is_turned=number % 2 == 0))
     with pytest.raises(slapo.VerificationError, match="differs"), slapo.Verify(sch, x):
         sch["0"].replace(Turned(is_turned=times % 2 == 1))
+
+
+def test_a_turned_weight_that_is_not_square() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 6)))
+    with slapo.Verify(sch, torch.randn(2, 4)):
+        sch["0"].replace(Turned(sizes=(4, 6)))
 
 
 def test_the_copy_may_be_of_a_packed_model() -> None:

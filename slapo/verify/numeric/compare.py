@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -85,13 +86,12 @@ def compare_kinds(trial: PairedRun, given: Any, wanted: Any) -> None:
 def _wrong_output(
     trial: PairedRun, how: str, what: str = "the output differs"
 ) -> VerificationError:
-    """Error for different outputs, with the first module whose output differs."""
     sides = trial.sides
     said, found = f"{what}{_in_mode(trial)}", _recorded(trial, False).output()
     if found is None:
         return sides.error(said + how)
     call, by, seen = found
-    further = kept_sizes(sides.sch, call.module, call.path, sides.records())
+    further = kept_sizes(sides.sch, call.path, sides.records())
     return sides.error(f"{said}, first at {_named(call)}{by}", seen, call.path, further)
 
 
@@ -113,8 +113,7 @@ def _recorded(trial: PairedRun, gradients: bool) -> Comparison:
             if gradients:
                 trial.backward(outcome)
         runs.append(run)
-    wanted, given = runs
-    return Comparison(wanted, given, sides.sch.group, trial.rtol, sides.any_rank, sides.largest)
+    return Comparison(trial, *runs)
 
 
 # --- gradients -----------------------------------------------------------------------------------
@@ -213,44 +212,33 @@ def compare_drops(trial: PairedRun, given: DropoutRecorder, wanted: DropoutRecor
         wrong = bool(Counter(mine) - Counter(theirs))
     else:
         wrong = mine != theirs
-    if sides.any_rank(wrong):
-        _raise_drops(trial)
-    if sides.any_rank(mine != theirs):
-        return
-    pairs = zip(given.drops, wanted.drops, strict=True)
-    apart = sides.sch.world_size > 1 and any(m.forked and m.shape == t.shape for m, t in pairs)
-    if sides.any_rank(apart):
-        _raise_forked(trial)
+    wrong, differ = sides.any_rank(wrong), sides.any_rank(mine != theirs)
+    is_split = sides.sch.world_size > 1 and not differ
+    if wrong or (is_split and sides.any_rank(_are_apart(given.drops, wanted.drops))):
+        _raise_drops(trial, wrong)
 
 
-def _raise_drops(trial: PairedRun) -> None:
-    sides = trial.sides
-    theirs, mine = (
-        {path: [d.p for d in drops] for path, drops in _drops_by_module(trial, model).items()}
-        for model in (sides.reference, sides.sch.mod)
-    )
-    wrong = sides.first([p for p in {**mine, **theirs} if mine.get(p) != theirs.get(p)])
-    path = wrong[0] if wrong else ""
-    raise sides.error(
-        f"in train mode {path!r} drops with p={_list(mine.get(path))}, the original with "
-        f"p={_list(theirs.get(path))}",
-        path,
-    )
+def _are_apart(mine: Sequence[Drop], theirs: Sequence[Drop]) -> bool:
+    """Return True if ranks drop other elements of a replicated tensor, and so diverge."""
+    return any(m.forked and m.shape == t.shape for m, t in zip(mine, theirs, strict=False))
 
 
-def _raise_forked(trial: PairedRun) -> None:
-    """Raise for ranks that diverge because each drops other elements of a replicated tensor."""
+def _raise_drops(trial: PairedRun, by_value: bool) -> None:
+    """Raise for other probabilities, or else for other random states."""
     sides = trial.sides
     theirs, mine = (_drops_by_module(trial, m) for m in (sides.reference, sides.sch.mod))
-    wrong = [
-        path
-        for path, drops in mine.items()
-        if any(
-            m.forked and m.shape == t.shape
-            for m, t in zip(drops, theirs.get(path, []), strict=False)
-        )
-    ]
+    if by_value:
+        wrong = [p for p in {**mine, **theirs} if _values(mine, p) != _values(theirs, p)]
+    else:
+        wrong = [p for p in mine if _are_apart(mine[p], theirs.get(p, []))]
     path = (sides.first(wrong) or [""])[0]
+    if by_value:
+        mine_there, theirs_there = (", ".join(_values(drops, path)) for drops in (mine, theirs))
+        raise sides.error(
+            f"in train mode {path!r} drops with p={mine_there or 0}, the original with "
+            f"p={theirs_there or 0}",
+            path,
+        )
     raise sides.error(
         f"in train mode {path!r} draws different random numbers on each rank, under fork_rng(), "
         "for a replicated tensor, which would diverge",
@@ -259,12 +247,11 @@ def _raise_forked(trial: PairedRun) -> None:
     )
 
 
-def _list(values: list[float] | None) -> str:
-    return ", ".join(map(str, values or [0]))
+def _values(drops: Mapping[str, list[Drop]], path: str) -> list[str]:
+    return [str(drop.p) for drop in drops.get(path, [])]
 
 
 def _drops_by_module(trial: PairedRun, model: nn.Module) -> dict[str, list[Drop]]:
-    """Run again and record the dropouts by module."""
     paths = Paths(model)
     quiet = DropoutRecorder(lambda: paths.now()[0])
     with paths.followed():

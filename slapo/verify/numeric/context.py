@@ -119,10 +119,18 @@ class Verify:
                 )
             if not self.sch.path:  # for build(check=True)
                 self.sch.state.example_inputs = outline(self.kwargs or self.args)
-            self.peers = RankSync(self.sch.group)
-            self.start = len(self.sch.history)
-            self.reference = copy_model(self.sch)
-            self.origins = Origins(self.sch, self.reference)
+            peers, reference = RankSync(self.sch.group), copy_model(self.sch)
+            self.sides = ModelPair(
+                self.sch,
+                reference,
+                Origins(self.sch, reference),
+                peers,
+                len(self.sch.history),
+                self.args,
+                self.kwargs,
+                self.loss_fn,
+                self.rtol,
+            )
         return self
 
     def __exit__(
@@ -133,17 +141,16 @@ class Verify:
     ) -> None:
         try:
             if self.enable and error is not None:
-                self.peers.report(error)
+                self.sides.peers.report(error)
             elif self.enable:
-                with self.peers.reported():
+                with self.sides.peers.reported():
                     self._check_primitives()
-                    self._verify()
+                    self._verify(self.sides)
         finally:
-            self.__dict__.pop("reference", None)
-            self.__dict__.pop("origins", None)
+            self.__dict__.pop("sides", None)
 
     def _check_primitives(self) -> None:
-        for record in self.sch.history[self.start :]:
+        for record in self.sides.records():
             primitive = find_primitive(record.primitive)
             if primitive is not None and not primitive.is_verifiable():
                 raise SlapoError(
@@ -151,19 +158,16 @@ class Verify:
                 )
 
     # --- the comparison ----------------------------------------------------------------------
-    def _verify(self) -> None:
-        self.peers.meet("block")
+    def _verify(self, sides: ModelPair) -> None:
+        sides.peers.meet("block")
         if self.sch.world_size > 1:
             check_modules(self.sch.mod)
         device = self._pick_device()
         self._move_inputs(device)
-        check_replicas(self.reference, self.sch.group)
-        sides = ModelPair(self.sch, self.reference, self.origins, self.peers, self.start)
-        self._check_state(sides)
+        check_replicas(sides.reference, self.sch.group)
+        self._check_state()
         self._materialize_reference(device)
-        self.reference.to(device)
-        sides.args, sides.kwargs = self.args, self.kwargs
-        sides.loss_fn, sides.rtol = self.loss_fn, self.rtol
+        sides.reference.to(device)
         self._check_placements()
         with states_kept(self.sch.rank, SEED), attributes_kept(self.sch.mod):
             sides.load(device)
@@ -174,14 +178,14 @@ class Verify:
         if self.sch.world_size == 1 or self.sch.path:
             return
         try:
-            check(self.sch, self.kwargs or self.args, self.loss_fn)
+            check(self.sch, self.sides.kwargs or self.sides.args, self.loss_fn)
         except PlacementError as error:
             if error.is_certain:
                 raise
 
-    def _check_state(self, sides: ModelPair) -> None:
-        """Raise for tensors that changed beyond the declarations of the schedule."""
-        found = sides.first(changes(self.sch, self.reference, self.origins))
+    def _check_state(self) -> None:
+        sides = self.sides
+        found = sides.first(changes(self.sch, sides.reference, sides.origins))
         if found:
             finding = finding_of(found)
             raise finding.error(VerificationError, "Verify", self.sch, sides.records())
@@ -190,15 +194,17 @@ class Verify:
 
     def _materialize_reference(self, device: torch.device) -> None:
         """Initialize a copy on meta in the same way as the full model."""
-        own: Any = getattr(self.reference, "_init_weights", None)
+        reference = self.sides.reference
+        own: Any = getattr(reference, "_init_weights", None)
         top: Any = getattr(self.sch.get_top_schedule().mod, "_init_weights", None)
         init = True if own is not None or top is None else top
-        materialize(self.reference, init, self.sch.group, device)
+        materialize(reference, init, self.sch.group, device)
 
     def _pick_device(self) -> torch.device:
         if self.device is not None:
             return self.device
-        tensors = [*self.reference.parameters(), *self.reference.buffers()]
+        reference = self.sides.reference
+        tensors = [*reference.parameters(), *reference.buffers()]
         real = [t.device for t in tensors if not t.is_meta]
         if real:
             return real[0]
@@ -222,4 +228,5 @@ class Verify:
             self.sch.group,
             "pass inputs of the same shape on all ranks; Verify uses the values of rank 0",
         )
-        self.args, self.kwargs = pytree.tree_map_only(Tensor, move, (self.args, self.kwargs))
+        moved = pytree.tree_map_only(Tensor, move, (self.args, self.kwargs))
+        self.sides.args, self.sides.kwargs = moved

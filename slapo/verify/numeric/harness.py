@@ -42,30 +42,12 @@ class Outcome:
     inputs: list[Tensor]
 
 
-def fresh_input(tensor: Tensor, inputs: list[Tensor], wide: torch.dtype | None) -> Tensor:
-    """Copy an input; floating point copies require a gradient and are added to `inputs`."""
-    if not tensor.is_floating_point():
-        return tensor.clone()
-    value = tensor.detach().to(wide or tensor.dtype, copy=True)
-    leaf = value.requires_grad_()
-    inputs.append(leaf)
-    return leaf.clone()  # not a leaf, so the model may change it in place
-
-
 def full_tensors(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
     """Full tensors by name, with shards gathered."""
     with torch.no_grad():
         return {
             p.name: p.spec.gather(p.tensor.detach(), group) if p.spec else p.tensor.detach().clone()
             for p in slots(model)
-        }
-
-
-def local_tensors(model: nn.Module, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's slices of full tensors, by name."""
-    with torch.no_grad():
-        return {
-            p.name: p.spec.slice(full[p.name]) if p.spec else full[p.name] for p in slots(model)
         }
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -19,6 +18,7 @@ from slapo.sharding.slicing import ShardSpec
 from slapo.sharding.state import layout_of, shards_of, syncs_of
 from slapo.utils.outputs import tensors_in
 from slapo.verify.numeric.harness import difference, scale_of
+from slapo.verify.numeric.run import PairedRun
 from slapo.wrapper import innermost
 
 
@@ -128,24 +128,6 @@ def _enter(call: Call, tensor: Tensor) -> Tensor:
     return own
 
 
-@contextmanager
-def shapes_noted(model: nn.Module) -> Iterator[dict[str, list[tuple[int, ...]]]]:
-    """Record output shapes of every module's first call, in the order in which the calls ended."""
-    found: dict[str, list[tuple[int, ...]]] = {}
-
-    def note(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if path not in found:
-                found[path] = [tuple(tensor.shape) for _, tensor in tensors_in(output)]
-
-        return hook
-
-    with ExitStack() as stack:
-        for path, module in _hookable(model):
-            stack.callback(module.register_forward_hook(note(path)).remove)
-        yield found
-
-
 def amount(error: float, limit: float, mine: Tensor, target: Tensor) -> str:
     """Describe how much a tensor differs; continues a sentence."""
     if mine.shape != target.shape:
@@ -157,23 +139,12 @@ def amount(error: float, limit: float, mine: Tensor, target: Tensor) -> str:
 
 
 class Comparison:
-    """Compares two recorded runs; every method is a collective of all ranks.
+    """Compares the recorded runs of both models; every method is a collective of all ranks."""
 
-    ``any_rank`` returns True if a condition holds on any rank, ``largest`` the maximum over ranks.
-    """
-
-    def __init__(
-        self,
-        wanted: Run,
-        given: Run,
-        group: dist.ProcessGroup | None,
-        rtol: Callable[[Tensor], float],
-        any_rank: Callable[[bool], bool],
-        largest: Callable[[float], float],
-    ) -> None:
+    def __init__(self, trial: PairedRun, wanted: Run, given: Run) -> None:
+        self.trial, self.sch = trial, trial.sides.sch
+        self.any_rank = trial.sides.any_rank
         self.expected, self.given = {call.key: call for call in wanted.calls}, given
-        self.group, self.rtol, self.any_rank, self.largest = group, rtol, any_rank, largest
-        self.world_size = dist.get_world_size(group) if group is not None else 1
 
     def output(self) -> tuple[Call, str, str] | None:
         """The call at fault for a different output, the amount, and the path where it shows."""
@@ -255,16 +226,16 @@ class Comparison:
             return ""
         assert whole is not None, "looked at above"
         assert target is not None, "looked at above"
-        if whole.shape != target.shape and self.world_size > 1:
+        if whole.shape != target.shape and self.sch.world_size > 1:
             spec = self._cut(call.module, whole, target)
             if self.any_rank(spec is None):
                 return ""
             assert spec is not None, "looked at above"
-            whole = spec.gather(whole, self.group)
-        error, limit = difference(whole, target), self.rtol(target) * scale_of(target)
+            whole = spec.gather(whole, self.sch.group)
+        error, limit = difference(whole, target), self.trial.rtol(target) * scale_of(target)
         if not self.any_rank(error > limit):
             return ""
-        return amount(self.largest(error), limit, whole, target)
+        return amount(self.trial.sides.largest(error), limit, whole, target)
 
     def _cut(self, module: nn.Module, tensor: Tensor, target: Tensor) -> ShardSpec | None:
         """Spec of the slice that this rank holds of `target`; None if ambiguous."""
@@ -279,8 +250,8 @@ class Comparison:
         if sum(blocks) != target.shape[axis]:
             return None
         copies = specs[0].copies if specs else 1
-        rank = group_rank(self.group)
-        spec = ShardSpec(axis, target.shape, blocks, rank, self.world_size, copies)
+        rank = group_rank(self.sch.group)
+        spec = ShardSpec(axis, target.shape, blocks, rank, self.sch.world_size, copies)
         return spec if spec.local_shape == tensor.shape else None
 
 

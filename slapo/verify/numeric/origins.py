@@ -27,7 +27,8 @@ class Origins:
         self._sch = sch
         self.original_names = {slot.name for slot in slots(reference)}
         self._kept = [p.tensor for p in slots(sch.mod)]  # keeps their ids valid
-        self._names = {id(p.tensor): p.name for p in slots(sch.mod)}
+        #: id of a tensor on entry -> its name
+        self.names = {id(p.tensor): p.name for p in slots(sch.mod)}
         #: tensor of the first model -> box of it -> its place in the copy
         self._places: dict[str, dict[Box, tuple[str, Piece]]] = {}
         for slot in slots(sch.mod):
@@ -48,7 +49,7 @@ class Origins:
     def is_kept(self, slot: Slot) -> bool:
         """Return True for the tensor from before, or one matched by name only."""
         is_made = self._parts(slot) is not None
-        return not is_made or self._names.get(id(slot.tensor)) == slot.name
+        return not is_made or self.names.get(id(slot.tensor)) == slot.name
 
     def value(self, slot: Slot, full: Mapping[str, Tensor]) -> Tensor | None:
         """Full value of a tensor from the copy's values, or None."""
@@ -79,20 +80,16 @@ class Origins:
                 found[slot.name] = slot.tensor.detach().to(device)
         return found
 
-    def names_by_tensor(self) -> dict[int, str]:
-        """Id of a tensor on entry -> its name."""
-        return self._names
-
     def compiled_values(self, full: Mapping[str, Tensor]) -> dict[int, Tensor]:
         """Values of parameters inside compiled code, by id."""
         params = compiled_parameters(self._sch.mod)
-        return {id(p): full[self._names[id(p)]] for p in params.values() if id(p) in self._names}
+        return {id(p): full[self.names[id(p)]] for p in params.values() if id(p) in self.names}
 
     def original_name(self, slot: Slot) -> str:
         """The name of a tensor on entry; a fusion moves parameters to another module."""
         if slot.name in self.original_names:
             return slot.name
-        return self._names.get(id(slot.tensor), slot.name)
+        return self.names.get(id(slot.tensor), slot.name)
 
     def gradients(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Full gradients of the scheduled model by the original's names, from the chain rule."""
@@ -103,8 +100,8 @@ class Origins:
                 spec = slot.spec
                 grads[slot] = grad if spec is None else spec.gather(grad, self._sch.group)
         for param in compiled_parameters(self._sch.mod).values():
-            if id(param) in self._names:
-                grads[self._names[id(param)]] = gradient_of(param)
+            if id(param) in self.names:
+                grads[self.names[id(param)]] = gradient_of(param)
         # Use the precision of the run.
         dtypes = [grad.dtype for grad in grads.values()]
         leaves = {

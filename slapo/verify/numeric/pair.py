@@ -16,7 +16,7 @@ from slapo.errors import VerificationError
 from slapo.history import Record
 from slapo.schedule import Schedule
 from slapo.verify.finding import Finding
-from slapo.verify.numeric.harness import full_tensors, local_tensors
+from slapo.verify.numeric.harness import full_tensors
 from slapo.verify.numeric.origins import Origins
 from slapo.verify.numeric.rank_sync import RankSync
 from slapo.weights.slots import Slot, slots
@@ -39,11 +39,11 @@ class ModelPair:
     peers: RankSync
     #: length of the history on entry
     start: int
-    args: Any = ()
-    kwargs: Any = None
     #: arguments of `Verify`
-    loss_fn: Callable[[Any], Tensor] | None = None
-    rtol: float | None = None
+    args: Any
+    kwargs: Any
+    loss_fn: Callable[[Any], Tensor] | None
+    rtol: float | None
     #: full tensors for both models, by the original's names
     full: dict[str, Tensor] = field(default_factory=dict)
     #: this rank's parts: for the copy, for the scheduled model by its names, and for its compiled
@@ -54,8 +54,12 @@ class ModelPair:
 
     def load(self, device: torch.device) -> None:
         """Set the values for both models; constant tensors get noise."""
-        full = _perturbed(self.reference, full_tensors(self.reference, self.sch.group))
-        self.full, self.original = full, local_tensors(self.reference, full)
+        self.full = _perturbed(self.reference, full_tensors(self.reference, self.sch.group))
+        with torch.no_grad():
+            self.original = {
+                p.name: p.spec.slice(self.full[p.name]) if p.spec else self.full[p.name]
+                for p in slots(self.reference)
+            }
         self.values = self.origins.values(self.full, device)
         self.compiled = self.origins.compiled_values(self.full)
 

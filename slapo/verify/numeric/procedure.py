@@ -12,7 +12,7 @@ Models that do not support float64 are compared in float32, or in their own dtyp
 from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,40 +39,25 @@ _OTHER_MODE = 1e-2
 logger = get_logger()
 
 
-@dataclass(frozen=True)
-class _Plain:
-    """The first run: the original's output, and the dropouts of both models; None in eval mode."""
-
-    trial: PairedRun
-    wanted: Any
-    drops: tuple[DropoutRecorder, DropoutRecorder] | None
-
-
 def compare_all(sides: ModelPair, eval_mode: bool) -> None:
     """Make the runs."""
-    plain = _run_plainly(sides, eval_mode)
+    output, dropouts = _run_plainly(sides, eval_mode)
     if not eval_mode:
-        _compare_drops(plain)  # first: masks of other probabilities give other values
         _compare_numbers(sides, RunMode(training=True))
-        return
-    if plain.drops is not None and plain.drops[1].differs:
+    elif dropouts is not None and dropouts.differs:
         _compare_numbers(sides, RunMode(training=True, quiet=True))
         _compare_numbers(sides, RunMode(training=False, gradients=False))
     else:
         wanted = _compare_numbers(sides, RunMode(training=False))
-        if plain.drops is not None and sides.any_rank(_are_apart(plain.wanted, wanted)):
+        if dropouts is not None and sides.any_rank(_are_apart(output, wanted)):
             _compare_numbers(sides, RunMode(training=True, quiet=True))
-    _compare_drops(plain)
 
 
-def _compare_drops(plain: _Plain) -> None:
-    if plain.drops is not None:
-        with plain.trial.prepared():
-            compare_drops(plain.trial, *plain.drops)
+def _run_plainly(sides: ModelPair, eval_mode: bool) -> tuple[Any, DropoutRecorder | None]:
+    """Make the first run, in eval mode if train mode fails for this model.
 
-
-def _run_plainly(sides: ModelPair, eval_mode: bool) -> _Plain:
-    """Make the first run, in eval mode if train mode fails for this model."""
+    Returns the output and the dropouts of the original; None instead of the latter in eval mode.
+    """
     # A graph traced in eval mode may be valid for eval mode only.
     may_refuse = eval_mode and not sides.any_rank(sides.sch.mod.training)
     try:
@@ -82,7 +67,9 @@ def _run_plainly(sides: ModelPair, eval_mode: bool) -> _Plain:
     return _plain_in(sides, False, False, False)
 
 
-def _plain_in(sides: ModelPair, training: bool, may_refuse: bool, original_may: bool) -> _Plain:
+def _plain_in(
+    sides: ModelPair, training: bool, may_refuse: bool, original_may: bool
+) -> tuple[Any, DropoutRecorder | None]:
     trial = PairedRun(sides, RunMode(training, quiet=True, gradients=False))
     theirs, mine = DropoutRecorder(), DropoutRecorder()
     with trial.prepared():
@@ -94,7 +81,9 @@ def _plain_in(sides: ModelPair, training: bool, may_refuse: bool, original_may: 
         sides.peers.meet("forward")
         compare_kinds(trial, given.output, wanted.output)
         compare_finite(trial, given.output, wanted.output)
-    return _Plain(trial, wanted.output, (mine, theirs) if training else None)
+        if training:
+            compare_drops(trial, mine, theirs)
+    return wanted.output, theirs if training else None
 
 
 def _compare_numbers(sides: ModelPair, way: RunMode) -> Any:

@@ -85,7 +85,7 @@ class RankSync:
     ) -> Tensor:
         """Meet before a collective of the model, because a failed rank would be missing in it."""
         if step.communicates and self._store is not None:
-            ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+            ranks = dist.get_process_group_ranks(group)
             if tuple(ranks) == self._ranks:
                 shape = list(tensor.shape)
                 if arguments.get("total") is not None:  # parts differ in size between ranks

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,13 +15,11 @@ from torch.utils import _pytree as pytree
 
 from slapo.agreement import is_broken_collective, is_on_every_rank, on_every_rank
 from slapo.errors import SlapoError, VerificationError
-from slapo.history import contains
 from slapo.random import get_rng_tracker
 from slapo.sharding.steps import carried_by
 from slapo.utils.raised import running_in
 from slapo.verify.finding import kept_sizes
-from slapo.verify.numeric.harness import SEED, Outcome, fresh_input, other_tensors, weighed
-from slapo.verify.numeric.module_calls import shapes_noted
+from slapo.verify.numeric.harness import SEED, Outcome, other_tensors, weighed
 from slapo.verify.numeric.pair import ModelPair
 from slapo.verify.numeric.precision import RTOL, Widened, default_dtype, refuses, rtol_for
 from slapo.verify.numeric.randomness import DropoutRecorder
@@ -54,7 +51,6 @@ class PairedRun:
         self.sides, self.way = sides, way
         self.peers = sides.peers
         self._narrow: set[torch.dtype] = set()
-        self._shapes: dict[str, list[tuple[int, ...]]] = {}
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
@@ -123,10 +119,15 @@ class PairedRun:
         states = tracker.get_states()
         torch.manual_seed(SEED)
         inputs: list[Tensor] = []
-        wide = self.way.wide
-        args, kwargs = pytree.tree_map_only(
-            Tensor, lambda t: fresh_input(t, inputs, wide), (sides.args, sides.kwargs)
-        )
+
+        def copied(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor.clone()
+            value = tensor.detach().to(self.way.wide or tensor.dtype, copy=True)
+            inputs.append(value.requires_grad_())
+            return value.clone()  # not a leaf, so the model may change it in place
+
+        args, kwargs = pytree.tree_map_only(Tensor, copied, (sides.args, sides.kwargs))
         try:
             with self.modes(quiet) as widened:
                 output = model(*args, **kwargs)
@@ -140,8 +141,7 @@ class PairedRun:
         """Run the copy; its failure means invalid inputs."""
         reference = self.sides.reference
         try:
-            with shapes_noted(reference) as self._shapes:
-                return self.run(reference, quiet)
+            return self.run(reference, quiet)
         except Exception as error:
             if is_broken_collective(error) or is_on_every_rank(error):
                 raise
@@ -153,7 +153,7 @@ class PairedRun:
 
     def run_scheduled(self, quiet: DropoutRecorder | None = None) -> Outcome:
         """Run the scheduled model; errors name the module that was running."""
-        with shapes_noted(self.sides.sch.mod) as shapes, self._explained("", shapes):
+        with self._explained(""):
             return self.run(self.sides.sch.mod, quiet)
 
     def backward(self, outcome: Outcome) -> None:
@@ -171,9 +171,7 @@ class PairedRun:
             self.backward(outcome)
 
     @contextmanager
-    def _explained(
-        self, what: str, shapes: Mapping[str, list[tuple[int, ...]]] = MappingProxyType({})
-    ) -> Iterator[None]:
+    def _explained(self, what: str) -> Iterator[None]:
         """Add to errors of the block the failing module and the primitives applied there."""
         sides = self.sides
         try:
@@ -184,25 +182,11 @@ class PairedRun:
             path = running_in(error, sides.sch.mod) or ""
             module = sides.sch.mod.get_submodule(path)
             where = f" in {path!r} ({type(module).__name__})" if path else ""
-            before = None if path else self._other_shape_in(path, shapes)
             raise sides.error(
-                f"{what}the scheduled model fails with {type(error).__name__}{where}"
-                f"{self._described(before, shapes)}: {error}",
-                path or before or "",
-                further=kept_sizes(sides.sch, module, path, sides.records()),
+                f"{what}the scheduled model fails with {type(error).__name__}{where}: {error}",
+                path,
+                further=kept_sizes(sides.sch, path, sides.records()),
             ) from error
-
-    def _other_shape_in(self, path: str, shapes: Mapping[str, list[tuple[int, ...]]]) -> str | None:
-        """The last submodule that ran before the failure, if its output shape is wrong."""
-        last = next((p for p in reversed(list(shapes)) if p != path and contains(path, p)), None)
-        wrong = last is not None and self._shapes.get(last, shapes[last]) != shapes[last]
-        return last if wrong else None
-
-    def _described(self, before: str | None, shapes: Mapping[str, list[tuple[int, ...]]]) -> str:
-        if before is None:
-            return ""
-        mine, theirs = shapes[before], self._shapes[before]
-        return f" after {before!r}, which returned {mine}, in the original {theirs}"
 
     # --- tolerances --------------------------------------------------------------------------
     def rtol(self, tensor: Tensor) -> float:

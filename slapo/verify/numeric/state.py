@@ -62,8 +62,7 @@ def _packed(
 
 
 def _gone(model: nn.Module, before: dict[str, Slot], origins: Origins) -> Iterator[Change]:
-    """Parameters of the original without a counterpart."""
-    names = origins.names_by_tensor()
+    names = origins.names
     accounted: set[str] = set()
     for slot in slots(model):
         accounted.update(origins.parts_of(slot))
@@ -81,15 +80,13 @@ def _gone(model: nn.Module, before: dict[str, Slot], origins: Origins) -> Iterat
 
 def _holder(model: nn.Module, name: str) -> str:
     """Advice for the module that replaced a parameter."""
+    modules = dict(model.named_modules(remove_duplicate=False))
     path = name.rpartition(".")[0]
-    while path:
-        try:
-            module = innermost(model.get_submodule(path))
-        except AttributeError:
-            path = path.rpartition(".")[0]
-            continue
-        return f"declare where it went by weight_sources() of {path!r} ({type(module).__name__})"
-    return "declare where it went by weight_sources() of the module that replaced it"
+    while path not in modules:
+        path = path.rpartition(".")[0]
+    kind = type(innermost(modules[path])).__name__
+    where = f"{path!r} ({kind})" if path else "the module that replaced it"
+    return f"declare where it went by weight_sources() of {where}"
 
 
 def _new(now: Sequence[Slot], origins: Origins) -> Iterator[Change]:
@@ -104,7 +101,6 @@ def _new(now: Sequence[Slot], origins: Origins) -> Iterator[Change]:
 
 
 def _untied(now: Sequence[Slot], before: dict[str, Slot], origins: Origins) -> Iterator[Change]:
-    """Ties that the block broke or created."""
     tensors: dict[int, tuple[Slot, str]] = {}
     first: dict[int, Slot] = {}
     for slot in now:
@@ -131,7 +127,6 @@ def _untied(now: Sequence[Slot], before: dict[str, Slot], origins: Origins) -> I
 def _changed(
     slot: Slot, parts: Sequence[Slot], pack: Callable[[list[Tensor]], Tensor | None] | None
 ) -> Iterator[Change]:
-    """Differences between a tensor and the tensors that it is made of."""
     mine, theirs = slot.tensor, [part.tensor for part in parts]
     kind, *kinds = (
         "parameter" if isinstance(t, nn.Parameter) else "buffer" for t in (mine, *theirs)

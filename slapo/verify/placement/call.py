@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from slapo.verify.placement.place import (
+    MASKED,
+    MASKED_ELSEWHERE,
+    OWN,
     PARTIAL_SUM,
     WHOLE,
     Fault,
     Place,
     PlacementViolation,
+    own_draws,
     sliced,
 )
 
@@ -42,8 +46,10 @@ class OperationCall:
         return argument(self.func, self.args, self.kwargs, name, default)
 
     def dims(self) -> set[int]:
-        """The dimensions of a reduction."""
-        ndim, given = self.tensors[0].ndim, self.get("dim")
+        """The dimensions that the arguments name; all of them without one."""
+        # To unfold adds a dimension, and its derivative counts without it.
+        ndim = self.tensors[0].ndim - (self.name == "unfold_backward")
+        given = self.get("dim", self.get("dims", self.get("dimension")))
         if given is None or given == []:
             return set(range(ndim))
         return {dim % ndim for dim in ([given] if isinstance(given, int) else given)}
@@ -70,6 +76,29 @@ class Call(OperationCall):
         value = self.get(name)
         pairs = zip(self.tensors, self.places, strict=True)
         return next((place for tensor, place in pairs if tensor is value), None)
+
+    def moved(self) -> Place:
+        """The placement of the first tensor; masked tokens are valid in a lookup only."""
+        place = self.places[0]
+        if place.kind == MASKED:
+            raise self.misfit(MASKED_ELSEWHERE)
+        if place.kind == OWN and place.uniform:  # then they are shared by several slices
+            raise own_draws()
+        return place
+
+    def slicewise(self, mixed: Iterable[int], is_linear: bool = False) -> Place:
+        """The results' placement, if only the dimensions `mixed` do not work slice by slice."""
+        first, ndim = self.moved(), self.tensors[0].ndim
+        if is_linear and not any(place.is_slice for place in self.places):
+            return first
+        if any(place.is_partial for place in self.places):
+            raise self.misfit("it is not linear, and its input is a partial sum")
+        pairs = zip(self.tensors, self.places, strict=True)
+        if not first.is_slice or any(t.ndim != ndim or not p.same(first) for t, p in pairs):
+            raise self.misfit("its inputs have different placements")
+        if first.dim in {dim % ndim for dim in mixed}:
+            raise self.misfit(f"it runs over dimension {first.dim}, which is sharded")
+        return first
 
     def misfit(self, why: str, fault: Fault | None = None) -> PlacementViolation:
         """An error to raise; the message already lists the operation's inputs."""
@@ -154,7 +183,7 @@ def independent_along(*dims: int) -> Rule:
         allowed = {dim % size for dim in dims}
         for tensor, place in zip(call.tensors, call.places, strict=True):
             if tensor.ndim == size and not (first.is_slice and place.same(first)):
-                if place.is_whole and (tensor.shape[first.dim] == 1 or first.dim in place.uniform):
+                if place.is_whole and place.is_uniform(tensor, first.dim):
                     continue
                 raise call.misfit("its inputs have different placements, or are partial sums")
         if first.dim not in allowed:

@@ -17,12 +17,11 @@ _PRODUCTS = {
     "mv": "mk,k->m",
     "addmv": "mk,k->m",
     "dot": "k,k->",
-    "linear": "*k,nk->*n",
     "outer": "m,n->mn",
 }
 
 
-@rule_for("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "outer")
+@rule_for(*_PRODUCTS)
 def product(call: Call) -> list[Place]:
     """Slices of a contracted dimension give partial sums, others give slices of the result."""
     factors = call.places[-2:]
@@ -34,6 +33,8 @@ def product(call: Call) -> list[Place]:
 
 def multiplied(call: Call, equation: str, left: Place, right: Place) -> Place:
     """The placement of the product of two tensors."""
+    if left.is_whole and right.is_whole:
+        return WHOLE
     inputs, output = equation.split("->")
     if left.is_partial or right.is_partial:
         if {left.kind, right.kind} == {PARTIAL_SUM.kind, WHOLE.kind}:
@@ -65,7 +66,6 @@ def _lies_along(letter: str, names: str, place: Place) -> bool:
 
 
 def _check_added(call: Call, result: Place) -> None:
-    """Raise unless an added bias has the placement of the product."""
     bias, place, ndim = call.tensors[0], call.places[0], call.outs[0].ndim
     if place.is_zero:
         return
@@ -100,10 +100,9 @@ def convolution(call: Call) -> list[Place]:
     x, weight = call.places[:2]
     bias = call.place("bias")
     place = _convolved(call, x, weight, call.get("groups"), bool(call.get("transposed")))
-    if bias is not None:
-        fits = bias.is_partial if place.is_partial else bias.is_slice == (place.dim == 1)
-        if not fits:
-            raise call.misfit("the bias that it adds and the product have different placements")
+    wanted = place.kind if place.is_partial or place.dim == 1 else WHOLE.kind
+    if bias is not None and bias.kind != wanted:
+        raise call.misfit("the bias that it adds and the product have different placements")
     return [place]
 
 
@@ -151,8 +150,7 @@ def _cut_of_groups(call: Call, at: Sequence[int], dims: Sequence[int]) -> list[F
 
 
 @rule_for("convolution_backward")
-def convolution_backward(call: Call) -> list[Place]:
-    """Gradients of input, weight and bias."""
+def _convolution_backward(call: Call) -> list[Place]:
     grad, x, weight = call.places[:3]
     groups, transposed = call.get("groups"), bool(call.get("transposed"))
     mask = call.get("output_mask")
@@ -160,17 +158,11 @@ def convolution_backward(call: Call) -> list[Place]:
         places = _grouped_gradients(call)
     else:
         io = "io" if transposed else "oi"
-        of_x = multiplied_or_whole(call, f"bo,{io}->bi", grad, weight) if mask[0] else WHOLE
-        of_weight = multiplied_or_whole(call, f"bo,bi->{io}", grad, x) if mask[1] else WHOLE
+        of_x = multiplied(call, f"bo,{io}->bi", grad, weight) if mask[0] else WHOLE
+        of_weight = multiplied(call, f"bo,bi->{io}", grad, x) if mask[1] else WHOLE
         places = [of_x, of_weight, _summed_to_channels(grad)]
     # Unwanted gradients are None.
     return [place for place, wanted in zip(places, mask, strict=True) if wanted]
-
-
-def multiplied_or_whole(call: Call, equation: str, left: Place, right: Place) -> Place:
-    """As `multiplied`; two replicated factors give a replicated product."""
-    both = left.is_whole and right.is_whole
-    return WHOLE if both else multiplied(call, equation, left, right)
 
 
 def _grouped_gradients(call: Call) -> list[Place]:

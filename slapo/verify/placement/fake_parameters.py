@@ -34,7 +34,8 @@ class FakeParameters:
     def __init__(self, model: nn.Module, half: torch.dtype | None = None) -> None:
         self._half = half
         tensors = [*model.parameters(), *model.buffers()]
-        whole = sum(_full_size(t) * t.element_size() for t in tensors)
+        shapes = [torch.Size(getattr(t, "orig_shape", t.shape)) for t in tensors]
+        whole = sum(s.numel() * t.element_size() for s, t in zip(shapes, tensors, strict=True))
         self.fake = None if whole <= REAL_BYTES else FakeTensorMode(allow_non_fake_inputs=True)
         devices = {t.device for t in tensors if not t.is_meta}
         self.device = next(iter(devices)) if len(devices) == 1 else torch.device("cpu")
@@ -71,11 +72,6 @@ class FakeParameters:
         else:
             copy = tensor.detach().to(self.device, copy=True)
         return copy.requires_grad_(tensor.requires_grad)
-
-
-def _full_size(tensor: Tensor) -> int:
-    shape = getattr(tensor, "orig_shape", tensor.shape)
-    return int(torch.Size(shape).numel())
 
 
 @contextmanager

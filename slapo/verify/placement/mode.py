@@ -16,12 +16,10 @@ from slapo.random import get_rng_tracker
 from slapo.sharding.groups import group_rank, group_size, share_of
 from slapo.sharding.steps import PAD, PART, SHARE, SUM_SHARED, Step
 
-# Imports register rules, including those of products and spatial operations.
+# Imports register rules, including those of products.
 from slapo.verify.placement import einsum_rules as einsum_rules
 from slapo.verify.placement import row_order
-from slapo.verify.placement import spatial_rules as spatial_rules
 from slapo.verify.placement.call import RULES, Call, Rule, by_rule, name_of, run, tensors_in
-from slapo.verify.placement.memory import through_memory
 from slapo.verify.placement.place import (
     MASKED,
     OWN,
@@ -51,7 +49,7 @@ from slapo.verify.placement.raw_collectives import group_in, raw_collective
 from slapo.verify.placement.reduction_rules import ATTENTION, attention
 from slapo.verify.placement.replicated_shards import followed, is_shared
 from slapo.verify.placement.sizes import ANY, OperationLog, Shape
-from slapo.verify.placement.view_rules import VIEWS
+from slapo.verify.placement.view_rules import VIEWS, through_memory
 
 _READ = "Python reads a value that differs between ranks"
 
@@ -226,9 +224,11 @@ class PlaceMode(OperationLog):
         return result
 
     def _other_ranks(self, group: dist.ProcessGroup | None) -> PlacementViolation | None:
-        if self.ranks == 1 or ranks_of(group) == ranks_of(self.group):
+        if self.ranks == 1:
             return None
-        theirs, ours = ranks_of(group), ranks_of(self.group)
+        theirs, ours = map(dist.get_process_group_ranks, (group, self.group))
+        if theirs == ours:
+            return None
         why = f"it runs over ranks {theirs}, but the group of the schedule is {ours}"
         return PlacementViolation(why, Fault.GROUP)
 
@@ -266,7 +266,6 @@ class PlaceMode(OperationLog):
         return ""
 
     def _given_by(self, step: Step, tensor: Tensor, arguments: dict[str, Any]) -> Place:
-        """Placement of the result of a step."""
         if step == PART:
             return of_spec(arguments["spec"])
         if step.gives == "shard":
@@ -391,11 +390,6 @@ def _users(tensor: Tensor) -> int:
 def _may_become(before: Place, place: Place) -> bool:
     """Return True if a constant may be partly overwritten by a tensor of this placement."""
     return before.is_zero or (place.is_slice and place.dim in before.uniform)
-
-
-def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
-    """Global ranks of a group; None is the default group, as for collectives."""
-    return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
 def _places_of(call: Call) -> list[Place]:

@@ -21,17 +21,6 @@ from slapo.verify.placement.run import check
 from slapo.weights.meta import init_empty_weights
 from slapo.weights.slots import slots
 
-ScheduleFn = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class CheckInput:
-    """The result of a user's function: a model, a function that schedules it, and inputs."""
-
-    model: nn.Module
-    schedule: ScheduleFn
-    example_inputs: Any = None
-
 
 @dataclass(frozen=True)
 class CheckResult:
@@ -113,13 +102,13 @@ def _check_once(
     make: Callable[[], Any], ranks: int, sequence_parallel: bool, loss_fn: Any
 ) -> tuple[CheckResult, bool]:
     """Result of one check, and True if slices differ in size between ranks."""
-    made, sch = _scheduled(make, **({"sequence_parallel": True} if sequence_parallel else {}))
-    inputs = made.example_inputs
+    options = {"sequence_parallel": True} if sequence_parallel else {}
+    model, sch, inputs = _scheduled(make, **options)
     if inputs is None:
-        inputs = _example_inputs(made.model, ranks)
+        inputs = _example_inputs(model, ranks)
     begun = time.monotonic()
     check(sch, inputs, loss_fn)
-    name = type(made.model).__name__
+    name = type(model).__name__
     checked = CheckResult(name, ranks, len(sch.history), time.monotonic() - begun)
     return checked, any(slot.spec is not None and slot.spec.is_uneven for slot in slots(sch.mod))
 
@@ -130,24 +119,20 @@ def schedule_offline(make: Callable[[], Any], ranks: int) -> Schedule:
         return _scheduled(make)[1]
 
 
-def _scheduled(make: Callable[[], Any], **options: Any) -> tuple[CheckInput, Schedule]:
+def _scheduled(make: Callable[[], Any], **options: Any) -> tuple[nn.Module, Schedule, Any]:
+    """The model of a user's function, its schedule, and the example inputs if it returned some."""
     with init_empty_weights():
-        made = read_made(make())
-    sch = create_schedule(made.model)
-    made.schedule(sch, **options)
-    return made, sch
-
-
-def read_made(made: Any) -> CheckInput:
-    """Parse the result of a user's function: a model, a function, and optional inputs."""
-    parts = made if isinstance(made, tuple) else (made,)
-    good = len(parts) in (2, 3) and isinstance(parts[0], nn.Module) and callable(parts[1])
-    if not good:
+        made = make()
+    has_parts = isinstance(made, tuple) and len(made) > 1
+    model, schedule, *inputs = made if has_parts else (made, None)
+    if not (isinstance(model, nn.Module) and callable(schedule)) or len(inputs) > 1:
         raise TypeError(
             f"make() returned {describe(made)}; return (model, schedule) or (model, schedule, "
             "example_inputs), where schedule(sch) applies the primitives"
         )
-    return CheckInput(*parts)
+    sch = create_schedule(model)
+    schedule(sch, **options)
+    return model, sch, inputs[0] if inputs else None
 
 
 def _example_inputs(model: nn.Module, ranks: int) -> Mapping[str, Tensor]:
@@ -166,7 +151,7 @@ def _example_inputs(model: nn.Module, ranks: int) -> Mapping[str, Tensor]:
 
 
 @contextmanager
-def fake_world(ranks: int, rank: int | None = None) -> Iterator[None]:
+def fake_world(ranks: int = 2, rank: int | None = None) -> Iterator[None]:
     """A fake default group; this process is its last rank unless `rank` is given.
 
     Rank 0 would miss faults: a wrong offset is often right there.

@@ -58,16 +58,13 @@ class Paths:
 
     def _follow(self, module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
         around = self._running[-1] if self._running else ""
-        self._enter(self._names.get(id(module), around))
+        self._running.append(self._names.get(id(module), around))
+        self._note(self._running[-1])
         try:
             return call(module, *args, **kwargs)
         finally:
             self._running.pop()
             self._note(around)
-
-    def _enter(self, path: str) -> None:
-        self._running.append(path)
-        self._note(path)
 
     def _note(self, path: str) -> None:
         """Assign all later nodes to `path`."""

@@ -101,6 +101,10 @@ class Place:
         alike = (self.dim, self.rows) == (other.dim, other.rows) and self.is_cut_as(other)
         return plain or alike
 
+    def is_uniform(self, tensor: Tensor, dim: int) -> bool:
+        """Return True if this tensor is constant or broadcast along a dimension."""
+        return dim < 0 or tensor.shape[dim] == 1 or dim in self.uniform
+
     def is_cut_as(self, other: Place) -> bool:
         """Return True if two slices are cut alike, even along different dimensions."""
         mine = (self.blocks, self.share, self.copies, self.is_part, self.within)

@@ -13,14 +13,13 @@ from slapo.verify.placement.place import (
     MASKED,
     MASKED_ELSEWHERE,
     OWN,
-    PARTIAL_SUM,
     SHARD,
     WHOLE,
     Fault,
     Place,
     own_draws,
 )
-from slapo.verify.placement.view_rules import COPIES, REORDERS, VIEWS
+from slapo.verify.placement.view_rules import COPIES, REORDERS, VIEWS, new_dims
 
 #: Linear in the argument at one of these positions, if the others are replicated.
 _LINEAR_IN = {
@@ -89,35 +88,24 @@ def of_wholes(call: Call) -> list[Place]:
 
 
 #: Operations that keep a fully constant tensor fully constant.
-_MOVES: tuple[str, ...] = (
-    "view",
-    "_unsafe_view",
-    "reshape",
-    "transpose",
-    "t",
-    "permute",
-    "slice",
-    "select",
-    "expand",
-)
-_MOVES += ("squeeze", "unsqueeze", "clone", "detach", "split", "repeat", "narrow", "as_strided")
+_MOVES: tuple[str, ...] = ("slice", "select", "expand", "squeeze", "unsqueeze", "split", "repeat")
+_MOVES += ("narrow", "as_strided", *VIEWS, *REORDERS, *COPIES)
 
 
 def is_constant(tensor: Tensor, place: Place) -> bool:
     """Return True if a replicated tensor has one value everywhere."""
-    return all(size == 1 or dim in place.uniform for dim, size in enumerate(tensor.shape))
+    return all(place.is_uniform(tensor, dim) for dim in range(tensor.ndim))
 
 
 def _uniform_dims(call: Call, out: Tensor) -> frozenset[int]:
     """Dimensions along which all inputs are constant, and so the result is."""
-    pairs = zip(call.tensors, call.places, strict=True)
+    pairs = [*zip(call.tensors, call.places, strict=True)]
     if call.name in _MOVES and all(is_constant(tensor, place) for tensor, place in pairs):
         return frozenset(range(out.ndim))
     if call.name in VIEWS:
         return _kept_by_view(call)
     if call.name in REORDERS:
-        moved = REORDERS[call.name]
-        return frozenset(moved(dim, call, out.ndim) for dim in call.places[0].uniform)
+        return frozenset(map(new_dims(call).__getitem__, call.places[0].uniform))
     if call.name in ("split", "split_with_sizes", "slice"):
         return call.places[0].uniform
     if call.name == "mm":
@@ -127,19 +115,14 @@ def _uniform_dims(call: Call, out: Tensor) -> frozenset[int]:
         return _left_by_sum(call)
     if not is_pointwise(call) and call.name not in ("expand", *COPIES):
         return frozenset()
-    found = set()
-    for dim, size in enumerate(out.shape):
-        alike = True
-        for tensor, place in zip(call.tensors, call.places, strict=True):
-            here = dim - (out.ndim - tensor.ndim)
-            alike &= here < 0 or tensor.shape[here] == 1 or here in place.uniform
-        if alike and size > 1:
-            found.add(dim)
-    return frozenset(found)
+    return frozenset(
+        dim
+        for dim, size in enumerate(out.shape)
+        if size > 1 and all(p.is_uniform(t, dim - (out.ndim - t.ndim)) for t, p in pairs)
+    )
 
 
 def _kept_by_view(call: Call) -> frozenset[int]:
-    """Dimensions of a view's result along which it is constant."""
     old, new = call.tensors[0].shape, call.outs[0].shape
     kept = {(old[dim], prod(old[dim + 1 :])) for dim in call.places[0].uniform}
     return frozenset(d for d, size in enumerate(new) if (size, prod(new[d + 1 :])) in kept)
@@ -149,8 +132,8 @@ def _runs(call: Call, out: Tensor) -> tuple[tuple[int, int], ...]:
     """Dimensions that are constant within runs: created by views, and kept when moved."""
     old, new, place = call.tensors[0].shape, out.shape, call.places[0]
     if call.name in REORDERS:
-        moved = REORDERS[call.name]
-        return tuple((moved(dim, call, len(new)), run) for dim, run in place.runs)
+        moved = new_dims(call)
+        return tuple((moved[dim], run) for dim, run in place.runs)
     if call.name in ("expand", *COPIES):
         return tuple((dim + len(new) - len(old), run) for dim, run in place.runs)
     if call.name not in VIEWS:
@@ -167,14 +150,12 @@ def _runs(call: Call, out: Tensor) -> tuple[tuple[int, int], ...]:
 
 
 def _left_by_sum(call: Call) -> frozenset[int]:
-    """Dimensions left by a sum along which it is constant."""
     ndim, gone = call.tensors[0].ndim, call.dims()
     left = [dim for dim in range(ndim) if call.get("keepdim") or dim not in gone]
     return frozenset(left.index(dim) for dim in call.places[0].uniform if dim in left)
 
 
 def _stays_zero(call: Call) -> bool:
-    """Return True if zero inputs give a zero result."""
     if call.name in ("expand", "neg", *VIEWS, *COPIES):
         return call.places[0].is_zero
     if call.name in ("add", "mul"):
@@ -204,13 +185,12 @@ def pointwise(call: Call) -> list[Place]:
     dim = first.dim - call.tensors[first_at].ndim
     for tensor, place in zip(call.tensors, call.places, strict=True):
         here = tensor.ndim + dim
-        constant = here < 0 or tensor.shape[here] == 1 or here in place.uniform
         alike = place.is_slice and place.dim == here and place.is_cut_as(first)
         own = place.kind == OWN and here >= 0 and here not in place.uniform
         alike |= own and tensor.shape[here] == size
         if place.kind == OWN and not alike:  # one random value for a full slice
             raise own_draws()
-        if not (alike or (place.is_whole and constant)):
+        if not (alike or (place.is_whole and place.is_uniform(tensor, here))):
             raise call.misfit("its inputs have different placements")
     return [first.along(out.ndim + dim) for out in call.outs]
 
@@ -228,8 +208,7 @@ def _copied(call: Call) -> list[Place]:
     target, source = call.places[0], call.places[-1]
     if target.is_slice and source.is_whole:
         written = call.tensors[-1]
-        here = target.dim - (call.outs[0].ndim - written.ndim)
-        if here < 0 or written.shape[here] == 1 or here in source.uniform:
+        if source.is_uniform(written, target.dim - (call.outs[0].ndim - written.ndim)):
             return [target] * len(call.outs)
     if source.is_slice:
         source = source.along(source.dim + call.outs[0].ndim - call.tensors[-1].ndim)
@@ -272,8 +251,7 @@ def others_whole(places: list[Place]) -> bool:
 
 
 @rule_for("detach", "alias", "clone", "contiguous", "lift_fresh", "positive", "conj", "_conj")
-def same(call: Call) -> list[Place]:
-    """A copy keeps the placement."""
+def _same(call: Call) -> list[Place]:
     return [call.places[0]] * len(call.outs)
 
 
@@ -283,23 +261,12 @@ def like(call: Call) -> list[Place]:
     place = call.places[0]
     if place.is_slice:
         return [place] * len(call.outs)
-    zero = call.name in _ZERO
-    return [
-        # A random mask may be drawn into it, and partial sums allow none.
-        Place(uniform=frozenset(range(out.ndim)), is_zero=zero, blank_of=place.birth)
-        for out in call.outs
-    ]
+    # A random mask may be drawn into it, and partial sums allow none.
+    return [replace(constant, blank_of=place.birth) for constant in of_wholes(call)]
 
 
-@rule_for("new_zeros", "new_ones", "new_full", "new_empty")
-def new(call: Call) -> list[Place]:
-    """A constant of another shape than the tensor that provides its type."""
-    return of_wholes(replace_places(call, WHOLE))
-
-
-def replace_places(call: Call, place: Place) -> Call:
-    """The same call with one placement for all tensors."""
-    return replace(call, places=[place] * len(call.places))
+# Constants of another shape than the tensor that provides their type.
+rule_for("new_zeros", "new_ones", "new_full", "new_empty")(of_wholes)
 
 
 #: Operations that draw random numbers.
@@ -319,18 +286,3 @@ def drawn(call: Call) -> list[Place]:
             "a random mask on a partial sum differs from a mask on the sum", Fault.DRAWS_FOR_PARTIAL
         )
     return [call.places[0]] * len(call.outs)
-
-
-@rule_for("cumsum", "cumprod", "flip", "logcumsumexp", "cummax", "cummin")
-def along_one(call: Call) -> list[Place]:
-    """Slice by slice along other dimensions than the sharded one."""
-    place = call.places[0]
-    dims = call.get("dim", call.get("dims"))
-    dims = [dims] if isinstance(dims, int) else dims
-    if place.is_partial:
-        if call.name in ("cumsum", "flip"):
-            return [PARTIAL_SUM] * len(call.outs)
-        raise call.misfit("it is not linear, and its input is a partial sum")
-    if place.dim in {dim % call.tensors[0].ndim for dim in dims}:
-        raise call.misfit(f"it runs along dimension {place.dim}, which is sharded")
-    return [place] * len(call.outs)

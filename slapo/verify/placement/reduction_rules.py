@@ -2,98 +2,80 @@
 
 from __future__ import annotations
 
-from itertools import zip_longest
-
 from torch import Tensor
 
 from slapo.sharding.groups import share_of
 from slapo.verify.placement.call import Call, rule_for
-from slapo.verify.placement.place import MASKED, MASKED_ELSEWHERE, PARTIAL_SUM, WHOLE, Place
+from slapo.verify.placement.place import MASKED, PARTIAL_SUM, WHOLE, Place
 
 _SUMS = ("sum", "mean", "nansum")
+#: Operations that reduce a dimension.
+REDUCTIONS: tuple[str, ...] = (*_SUMS, "amax", "amin", "max", "min", "any", "all", "prod", "argmax")
+REDUCTIONS += ("argmin", "logsumexp", "var", "std", "var_mean", "std_mean", "topk", "sort", "norm")
+REDUCTIONS += ("linalg_vector_norm", "median")
 
 
-@rule_for(*_SUMS)
-def total(call: Call) -> list[Place]:
-    """A sum over slices is a summand; a mean over slices is not."""
+@rule_for(*REDUCTIONS)
+def reduced(call: Call) -> Place:
+    """A sum over slices is a summand; other reductions need all of their dimensions."""
     place, dims = call.places[0], call.dims()
-    if place.kind == MASKED:
-        raise call.misfit(MASKED_ELSEWHERE)
-    if place.is_slice and place.dim in dims:
-        if call.name != "sum":
-            raise call.misfit(f"{call.name} over dimension {place.dim}, which is sharded")
-        return [PARTIAL_SUM]
-    if not place.is_slice or call.get("keepdim"):
-        return [place]
-    return [place.along(place.dim - sum(dim < place.dim for dim in dims))]
+    if call.name == "sum" and place.is_slice and place.dim in dims:
+        return PARTIAL_SUM
+    place = call.slicewise(dims, is_linear=call.name in _SUMS)
+    if place.is_slice and call.outs[0].ndim < call.tensors[0].ndim:
+        place = place.along(place.dim - sum(dim < place.dim for dim in dims))
+    return place
 
 
-_NOT_LINEAR: tuple[str, ...] = (
-    "amax",
-    "amin",
-    "max",
-    "min",
-    "any",
-    "all",
-    "prod",
-    "argmax",
-    "argmin",
-    "logsumexp",
-)
-_NOT_LINEAR += (
-    "var",
-    "std",
-    "var_mean",
-    "std_mean",
-    "topk",
-    "sort",
-    "norm",
-    "linalg_vector_norm",
-    "median",
-)
-
-
-@rule_for(*_NOT_LINEAR)
-def reduced(call: Call) -> list[Place]:
-    """Slice by slice along other dimensions; not for partial sums."""
-    place, ndim = call.places[0], call.tensors[0].ndim
-    if place.is_partial:
-        raise call.misfit("it is not linear, and its input is a partial sum")
-    dims = {-1 % ndim} if call.name in ("topk", "sort") and call.get("dim") is None else call.dims()
-    if not place.is_slice or place.dim in dims:
-        raise call.misfit(f"it runs over dimension {place.dim}, which is sharded")
-    keeps = call.get("keepdim") or call.name in ("topk", "sort")
-    moved = 0 if keeps else sum(dim < place.dim for dim in dims)
-    return [place.along(place.dim - moved)] * len(call.outs)
-
-
-@rule_for("_softmax", "_safe_softmax", "_log_softmax", "softmax", "log_softmax")
-@rule_for("_softmax_backward_data", "_log_softmax_backward_data")
-def softmax(call: Call) -> list[Place]:
-    """Slice by slice along other dimensions than its own."""
-    axis = call.get("dim") % call.tensors[0].ndim
-    first = call.places[0]
-    if not all(place.is_slice and place.same(first) for place in call.places):
-        raise call.misfit(
-            "it is not linear, and its inputs are partial sums or have different placements"
-        )
-    if first.dim == axis:
-        raise call.misfit(f"it runs over dimension {axis}, which is sharded")
-    return [first] * len(call.outs)
-
-
-@rule_for("tril", "triu")
-def triangle(call: Call) -> list[Place]:
-    """Linear, and separate for each matrix of a batch."""
-    place = call.places[0]
-    if place.is_slice and place.dim >= call.tensors[0].ndim - 2:
-        raise call.misfit("it needs whole matrices on one rank")
-    return [place]
-
-
+# --- slice by slice ------------------------------------------------------------------------------
 #: Operations on each matrix of a batch.
 OF_MATRICES: tuple[str, ...] = ("linalg_solve_triangular", "linalg_inv_ex")
 OF_MATRICES += ("linalg_cholesky_ex", "linalg_matrix_exp")
+#: Operations along the dimensions that their arguments name.
+_ALONG: tuple[str, ...] = ("_softmax", "_safe_softmax", "_log_softmax", "softmax", "log_softmax")
+_ALONG += ("_softmax_backward_data", "_log_softmax_backward_data", "cumprod", "logcumsumexp")
+_ALONG += ("cummax", "cummin")
+_LINEAR_ALONG: tuple[str, ...] = ("cumsum", "flip", "roll", "unfold", "unfold_backward")
+_LINEAR_ALONG += ("_fft_r2c", "_fft_c2c", "_fft_c2r")
+_RESIZED: tuple[str, ...] = ("upsample_nearest", "_upsample_nearest_exact", "upsample_linear")
+_RESIZED += ("upsample_bilinear", "upsample_bicubic", "upsample_trilinear")
+_RESIZED += ("reflection_pad", "replication_pad")
+#: Name -> number of pixel dimensions; derivatives have longer names.
+_PIXELS = {
+    **{f"{kind}_pool{dims}d": dims for kind in ("avg", "max") for dims in (1, 2, 3)},
+    **{f"max_pool{dims}d_with_indices": dims for dims in (2, 3)},
+    **{f"_adaptive_avg_pool{dims}d": dims for dims in (2, 3)},
+    **{f"adaptive_max_pool{dims}d": dims for dims in (2, 3)},
+    **{f"fractional_max_pool{dims}d": dims for dims in (2, 3)},
+    **{f"{kind}{dims}d": dims for kind in _RESIZED for dims in (1, 2, 3)},
+}
+#: Operation -> number of last dimensions that it mixes.
+_MIXED = {
+    **dict.fromkeys(("tril", "triu", *OF_MATRICES), 2),
+    **_PIXELS,
+    **{f"{name}_backward": dims for name, dims in _PIXELS.items()},
+    "view_as_complex": 1,
+    "view_as_real": 0,
+}
+#: Prefixes of those that are linear.
+_LINEAR = ("tri", "avg_pool", "_adaptive_avg_pool", *_RESIZED, "view_as")
+
+
+@rule_for(*_ALONG, *_LINEAR_ALONG)
+def _along(call: Call) -> Place:
+    return call.slicewise(call.dims(), is_linear=call.name in _LINEAR_ALONG)
+
+
+@rule_for(*_MIXED)
+def of_last(call: Call) -> Place:
+    """Slice by slice along the dimensions before the last ones: pixels, matrices, pairs."""
+    return call.slicewise(range(-_MIXED[call.name], 0), call.name.startswith(_LINEAR))
+
+
+@rule_for("diagonal")
+def diagonal(call: Call) -> Place:
+    """The rule for slices along other dimensions is not written yet."""
+    return call.slicewise(range(call.tensors[0].ndim), is_linear=True)
 
 
 @rule_for("_linalg_check_errors")
@@ -102,20 +84,7 @@ def check_of_matrices(call: Call) -> list[Place]:
     return []
 
 
-@rule_for(*OF_MATRICES)
-def of_matrices(call: Call) -> list[Place]:
-    """Slices along the dimensions before the last two."""
-    first = call.places[0]
-    if not all(place.is_slice and place.same(first) for place in call.places):
-        raise call.misfit(
-            "it is not linear, and its inputs are partial sums or have different placements"
-        )
-    ndims = {tensor.ndim for tensor in call.tensors}
-    if len(ndims) > 1 or first.dim >= call.tensors[0].ndim - 2:
-        raise call.misfit("it needs whole matrices on one rank")
-    return [first] * len(call.outs)
-
-
+# --- norms ---------------------------------------------------------------------------------------
 @rule_for("native_layer_norm", "_fused_rms_norm", "rms_norm")
 @rule_for("native_layer_norm_backward", "_fused_rms_norm_backward")
 def norm(call: Call) -> list[Place]:
@@ -143,33 +112,31 @@ def batch_norm(call: Call) -> list[Place]:
         raise call.misfit(
             "its statistics run over the batch and the pixels: only channels may be sliced"
         )
+    return _by_channels(call)
+
+
+def _by_channels(call: Call) -> list[Place]:
+    first = call.places[0]
     for tensor, place in zip(call.tensors, call.places, strict=True):
-        wanted = first if tensor.ndim > 1 else first.anew(0)
-        if tensor.numel() and not place.same(wanted):
+        if tensor.numel() and not place.same(first.anew(0 if tensor.ndim == 1 else 1)):
             raise call.misfit("the channels and the per-channel tensors have different placements")
-    return [first if out.ndim > 1 else first.anew(0) for out in call.outs]
+    return [first.anew(0 if out.ndim == 1 else 1) for out in call.outs]
 
 
 @rule_for("native_group_norm", "native_group_norm_backward")
 def group_norm(call: Call) -> list[Place]:
     """Slices of complete groups of channels, or of the batch."""
     first = call.places[0]
-    if first.is_slice and first.dim == 0:
-        if not all(p.same(first) or p.is_whole for p in call.places):
-            raise call.misfit("its inputs have different placements")
-        ndim = call.tensors[0].ndim
-        return [first if out.ndim in (2, ndim) else PARTIAL_SUM for out in call.outs]
-    if not (first.is_slice and first.dim == 1):
+    if first.is_slice and first.dim == 1:
+        return _by_channels(call)
+    if not (first.is_slice and first.dim == 0):
         raise call.misfit("it needs whole groups of channels on one rank, and no partial sums")
-    for tensor, place in zip(call.tensors, call.places, strict=True):
-        wanted = first.anew(0 if tensor.ndim == 1 else 1)
-        if not place.same(wanted):
-            raise call.misfit("the channels and the per-channel tensors have different placements")
-    return [first.anew(0 if out.ndim == 1 else 1) for out in call.outs]
+    if not all(p.same(first) or p.is_whole for p in call.places):
+        raise call.misfit("its inputs have different placements")
+    ndim = call.tensors[0].ndim
+    return [first if out.ndim in (2, ndim) else PARTIAL_SUM for out in call.outs]
 
 
-#: Operations that reduce a dimension.
-REDUCTIONS = (*_SUMS, *_NOT_LINEAR)
 #: Prefixes of torch's attention functions, forward and backward.
 ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 
@@ -193,15 +160,11 @@ def attention(call: Call) -> list[Place]:
         shown = ", ".join(str(place) for _, place in big)
         raise call.misfit(f"query, key and value have different placements: {shown}")
     found = [first if out.ndim >= 3 else WHOLE for out in call.outs]
-    if "backward" in call.name:
-        shared = [_is_whole(call, name) for name in ("query", "key", "value")]
-        found = [PARTIAL_SUM if whole else place for whole, place in zip_longest(shared, found)]
+    for index, name in enumerate(("query", "key", "value") if "backward" in call.name else ()):
+        given = call.place(name)
+        if given is not None and given.is_whole:
+            found[index] = PARTIAL_SUM
     return found
-
-
-def _is_whole(call: Call, name: str) -> bool:
-    place = call.place(name)
-    return place is not None and place.is_whole
 
 
 def _is_shared(call: Call, tensor: Tensor, place: Place, blocks: tuple[int, ...]) -> bool:
@@ -210,7 +173,7 @@ def _is_shared(call: Call, tensor: Tensor, place: Place, blocks: tuple[int, ...]
     With one head per block, the operation gives each block its own. The comparison of sizes checks
     that one process has as many heads and does not repeat them.
     """
-    constant = tensor.shape[1] == 1 or 1 in place.uniform
+    constant = place.is_uniform(tensor, 1)
     if len({*blocks}) == 1:
         of_keys = any(tensor is call.get(name) for name in ("key", "value"))
         constant |= of_keys and tensor.shape[1] == len(blocks)
@@ -253,8 +216,7 @@ def _check_mask(call: Call, table: Place, tokens: Place) -> None:
 
 
 @rule_for("embedding_dense_backward")
-def lookup_backward(call: Call) -> list[Place]:
-    """The gradient of a table has the table's placement."""
+def _lookup_backward(call: Call) -> list[Place]:
     grad, tokens = call.places[:2]
     if tokens.kind == MASKED and grad.is_whole:
         return [tokens.anew(0)]

@@ -11,14 +11,14 @@ from dataclasses import replace
 from slapo.verify.placement.call import Call, Rule, by_rule
 from slapo.verify.placement.place import Place, PlacementViolation, sliced
 from slapo.verify.placement.reduction_rules import ATTENTION
-from slapo.verify.placement.view_rules import COPIES, VIEWS
+from slapo.verify.placement.view_rules import COPIES, REORDERS, VIEWS
 
 #: Linear in all of their tensors together.
 _TOGETHER = ("add", "sub", "cat", "concat", "stack", "add_")
 #: Linear in each of their tensors.
-_EACH: tuple[str, ...] = ("mul", "mm", "bmm", "mv", "sum", "neg", "_to_copy", "clone", "detach")
-_EACH += ("alias", "contiguous", "transpose", "t", "permute", "unsqueeze", "squeeze", "expand")
-_EACH += ("slice", "select", "split", "split_with_sizes", "narrow", "constant_pad_nd", *VIEWS)
+_EACH: tuple[str, ...] = ("mul", "mm", "bmm", "mv", "sum", "neg", "unsqueeze", "squeeze", "expand")
+_EACH += ("slice", "select", "split", "split_with_sizes", "narrow", "constant_pad_nd")
+_EACH += (*VIEWS, *REORDERS, *COPIES)
 
 
 def is_shared(call: Call) -> bool:

@@ -9,12 +9,11 @@ from torch import nn
 
 from slapo.errors import PlacementError
 from slapo.history import Record, contains, numberless, spelled
-from slapo.pipeline.pipelined import unstaged
 from slapo.schedule import Schedule
 from slapo.sharding.state import layout_of, sharding_of
 from slapo.sharding.steps import REDUCE_SCATTER
 from slapo.utils.raised import running_in
-from slapo.verify.finding import Finding, Remedy, Step, add_sync, kept_sizes
+from slapo.verify.finding import Finding, Remedy, Step, add_sync, kept_sizes, module_at
 from slapo.verify.placement.place import Fault, Origin, Place, Stop
 from slapo.verify.placement.sizes import Operation
 from slapo.wrapper import innermost
@@ -31,7 +30,7 @@ def wrong_operation(sch: Schedule, stop: Stop) -> PlacementError:
     else:
         why = f": {stop}" if str(stop) else ""
         said = f"{_where(sch, stop.path, stop.in_backward)}: {stop.operation} of {shown}{why}"
-    further = "" if stop.fits else _kept_sizes(sch, stop.path)
+    further = "" if stop.fits else kept_sizes(sch, stop.path, sch.history)
     finding = replace(_judged(sch, stop), said=said, path=stop.path, further=further)
     return _error(sch, finding, stop.is_certain and stop.fits)
 
@@ -59,7 +58,7 @@ def wrong_sizes(sch: Schedule, found: Operation | None, wanted: Operation | None
         path = path.rpartition(".")[0]
     said = (
         f"{_where(sch, path, False)}: {_shown(found, wanted, path)} over all ranks, and "
-        f"{_shown(wanted, found, path)} in one process{_changed(sch, path)}"
+        f"{_shown(wanted, found, path)} in one process"
     )
     advice = (
         "a size or a branch there depends on a full-model number or on a local size: set the "
@@ -73,18 +72,13 @@ def unrunnable(sch: Schedule, error: Exception) -> PlacementError:
     """Error for a model that fails on its own."""
     path = running_in(error, sch.mod) or ""
     said = f"{_where(sch, path, False)} fails with {type(error).__name__}: {error}"
-    return _error(sch, Finding(said, path, further=_kept_sizes(sch, path)), False)
+    return _error(sch, Finding(said, path, further=kept_sizes(sch, path, sch.history)), False)
 
 
 def _error(sch: Schedule, finding: Finding, is_certain: bool = True) -> PlacementError:
     error = finding.error(PlacementError, "check", sch, sch.history)
     error.is_certain = is_certain
     return error
-
-
-def _kept_sizes(sch: Schedule, path: str) -> str:
-    module = _module(sch, path)
-    return "" if module is None else kept_sizes(sch, module, path, sch.history)
 
 
 # --- judgment: the module most likely at fault, and the fix ---------------------------------------
@@ -169,7 +163,6 @@ def _spreads_tokens(sch: Schedule) -> bool:
 
 
 def _names(record: Record, text: str) -> bool:
-    """Return True if an argument of a primitive is this string."""
     return repr(text) in record.arguments.values()
 
 
@@ -195,7 +188,7 @@ def _entry(sch: Schedule, path: str) -> str:
 def _shared_by_columns(sch: Schedule, path: str) -> str | None:
     """The parent, if several of its layers are column-sharded and none is replicated."""
     above = path.rpartition(".")[0]
-    module = _module(sch, above) if above else None
+    module = module_at(sch, above) if above else None
     children = [] if module is None else map(innermost, module.children())
     matrices = [
         m for m in children if any(p.dim() > 1 for p in m._parameters.values() if p is not None)
@@ -218,7 +211,7 @@ def _about_slice(sch: Schedule, stop: Stop) -> Finding:
         return _advised(packed.birth.path, advice)
     if stop.fault is Fault.PACKED and birth is not None and birth.path:
         return _advised(birth.path)
-    module = _module(sch, stop.path)
+    module = module_at(sch, stop.path)
     is_row = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
     if birth and is_row and module and sharding_of(module) is None and not stop.in_backward:
         axis = 1 if isinstance(module, nn.Linear) else 0
@@ -235,15 +228,10 @@ def _about_slice(sch: Schedule, stop: Stop) -> Finding:
 
 # --- wording -------------------------------------------------------------------------------------
 def _where(sch: Schedule, path: str, in_backward: bool) -> str:
-    module = _module(sch, path)
+    module = module_at(sch, path)
     kind = "" if module is None else f" ({type(module).__name__})"
     place = f"{path!r}{kind}" if path else "the model"
     return f"in the backward pass of {place}" if in_backward else place
-
-
-def _module(sch: Schedule, path: str) -> nn.Module | None:
-    named = sch.mod.named_modules(remove_duplicate=False)
-    return next((innermost(m) for name, m in named if unstaged(sch.mod, name) == path), None)
 
 
 def _shown(operation: Operation | None, other: Operation | None, path: str) -> str:
@@ -255,19 +243,3 @@ def _shown(operation: Operation | None, other: Operation | None, path: str) -> s
     given = (("works on", numbers), ("gives", shapes))
     said = [f"{verb} {' and '.join(map(str, values))}" for verb, values in given if values]
     return f"{operation.name or name}{within} {' and '.join(said)}"
-
-
-def _changed(sch: Schedule, path: str) -> str:
-    """Describe sizes of a module that the schedule changed."""
-    module = _module(sch, path)
-    for ref, own in sch.state.numbers:
-        if module is not None and ref() is module:
-            now = vars(module)
-            changed = [
-                f"{n} was {v} and is {now.get(n)}"
-                for n, v in own.items()
-                if n != "config" and now.get(n) != v
-            ]
-            if changed:
-                return f"; of its attributes, {', '.join(changed)}"
-    return ""

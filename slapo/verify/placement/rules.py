@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from slapo.verify.placement.call import (
     tensors_in,
 )
 from slapo.verify.placement.mode import PlaceMode
-from slapo.verify.placement.place import NoRule, Place, PlacementViolation, place_of, put_place
+from slapo.verify.placement.place import NoRule, PlacementViolation, place_of, put_place
 from slapo.verify.placement.sizes import OperationLog
 
 #: Attribute of a function's context: True if any input was not replicated.
@@ -127,7 +127,9 @@ def _ruled(
             _mark(args[0], saw_parts)
         if saw_parts or cls in ASKED_OF_WHOLES or getattr(args[0], _SAW_PARTS, False):
             try:
-                _check_order(places)
+                for place in places:
+                    if place.order:
+                        raise PlacementViolation(f"no rule covers a tensor that is {place}")
                 found = by_rule(rule, call)
             except PlacementViolation as misfit:
                 raise mode.stop(shown, tensors, places, misfit) from None
@@ -136,12 +138,6 @@ def _ruled(
         return result
 
     return run
-
-
-def _check_order(places: Sequence[Place]) -> None:
-    shuffled = next((place for place in places if place.order), None)
-    if shuffled is not None:
-        raise PlacementViolation(f"no rule covers a tensor that is {shuffled}")
 
 
 def _marking(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import prod
 
 import torch
+from torch import Tensor
 
-from slapo.verify.placement.call import Call, Rule, rule_for
-from slapo.verify.placement.place import (
-    MASKED,
-    MASKED_ELSEWHERE,
-    OWN,
-    PARTIAL_SUM,
-    Fault,
-    Place,
-    own_draws,
-)
+from slapo.verify.placement.call import Call, rule_for
+from slapo.verify.placement.place import OWN, PARTIAL_SUM, Fault, Place
 
 #: Operations whose result may be sharded along one of several dimensions.
 VIEWS = ("view", "_unsafe_view", "reshape", "_reshape_alias", "unflatten")
 #: Operations that compute nothing.
 COPIES = ("clone", "contiguous", "detach", "alias", "_to_copy", "lift_fresh")
-#: New dimension of a slice, from its dimension, the call and the number of dimensions before.
-Where = Callable[[int, Call, int], int]
-
-
-def _first(call: Call) -> Place:
-    """The placement of the moved tensor; masked tokens are valid in a lookup only."""
-    place = call.places[0]
-    if place.kind == MASKED:
-        raise call.misfit(MASKED_ELSEWHERE)
-    if place.kind == OWN and place.uniform:  # then they are shared by several slices
-        raise own_draws()
-    return place
 
 
 @rule_for(*VIEWS)
@@ -47,7 +28,7 @@ def view(call: Call) -> list[Place]:
     longer in one process, or the sharded dimension of the tensor whose gradient this is. If neither
     is known, prefer a dimension that the caller left open by -1, or the outermost.
     """
-    place, old, new = _first(call), call.tensors[0].shape, call.outs[0].shape
+    place, old, new = call.moved(), call.tensors[0].shape, call.outs[0].shape
     if not place.is_slice:
         return [place]
     before = call.of_gradient_of
@@ -113,48 +94,36 @@ def _covered(runs: list[int], size: int, inner: int) -> list[int]:
     return some if blocks == some * (whole // size) else []
 
 
-def _moved(where: Where) -> Rule:
-    def rule(call: Call) -> list[Place]:
-        place = _first(call)
-        if place.is_slice:
-            place = place.along(where(place.dim, call, call.tensors[0].ndim))
-        return [place] * len(call.outs)
-
-    return rule
-
-
-def _swapped(dim: int, call: Call, ndim: int) -> int:
-    given = call.args[1:3] if len(call.args) > 2 else (0, ndim - 1)
-    a, b = (axis % ndim for axis in given)
-    return {a: b, b: a}.get(dim, dim)
-
-
-def _permuted(dim: int, call: Call, ndim: int) -> int:
-    return [axis % ndim for axis in call.get("dims")].index(dim)
-
-
-def _behind_new(dim: int, call: Call, ndim: int) -> int:
-    return dim + (dim >= call.get("dim") % (ndim + 1))
-
-
-def _without(dim: int, call: Call, ndim: int) -> int:
-    gone = call.get("dim")
-    gone = range(ndim) if gone is None else [gone] if isinstance(gone, int) else gone
+def new_dims(call: Call) -> list[int]:
+    """New position of each dimension in a view; -1 for one that is gone or repeated."""
+    # Strides tell the dimensions of this view apart, also those of size 1.
     shape = call.tensors[0].shape
-    return dim - sum(axis % ndim < dim and shape[axis] == 1 for axis in gone)
-
-
-def _expanded(dim: int, call: Call, ndim: int) -> int:
-    return dim + call.outs[0].ndim - ndim
+    strides = [2**20 + 2 * dim + 1 for dim in range(len(shape))]
+    probe = torch.empty_strided(shape, strides, device="meta")
+    found = call.func(probe, *call.args[1:], **call.kwargs).stride()
+    return [max((d for d, s in enumerate(found) if s == own), default=-1) for own in strides]
 
 
 #: Operations that permute dimensions.
-REORDERS = {"transpose": _swapped, "t": _swapped, "swapaxes": _swapped, "permute": _permuted}
-for _name, _where in REORDERS.items():
-    rule_for(_name)(_moved(_where))
-rule_for("unsqueeze")(_moved(_behind_new))
-rule_for("squeeze")(_moved(_without))
-rule_for("select_backward")(_moved(_behind_new))
+REORDERS = ("transpose", "t", "swapaxes", "permute")
+
+
+@rule_for("unsqueeze", "squeeze", *REORDERS)
+def reordered(call: Call) -> Place:
+    """Slices stay slices, along the dimension where theirs went."""
+    place = call.moved()
+    if not place.is_slice:
+        return place
+    dim = new_dims(call)[place.dim]
+    if dim < 0:
+        raise call.misfit(f"it drops dimension {place.dim}, which is sharded")
+    return place.along(dim)
+
+
+@rule_for("select_backward")
+def _select_backward(call: Call) -> Place:
+    place, axis = call.moved(), call.get("dim") % call.outs[0].ndim
+    return place.along(place.dim + (place.dim >= axis)) if place.is_slice else place
 
 
 @rule_for("expand", "expand_as")
@@ -162,11 +131,11 @@ def expand(call: Call) -> list[Place]:
     """Slices stay slices; their own dimension may not be repeated, as ranks differ in it."""
     if call.places[0].kind == OWN:
         return [_repeated_own(call)]
-    place = _first(call)
+    place = call.moved()
     if not place.is_slice:
         return [place]
-    dim = _expanded(place.dim, call, call.tensors[0].ndim)
-    if call.outs[0].shape[dim] != call.tensors[0].shape[place.dim]:
+    dim = new_dims(call)[place.dim]
+    if dim < 0:
         raise call.misfit(f"it repeats dimension {place.dim}, which is sharded")
     return [place.along(dim)]
 
@@ -184,7 +153,7 @@ def repeat(call: Call) -> list[Place]:
     """Slice by slice along other dimensions; along the sharded one, blocks are repeated."""
     if call.places[0].kind == OWN:
         return [_repeated_own(call)]
-    place, repeats = _first(call), call.get("repeats", call.get("dims"))
+    place, repeats = call.moved(), call.get("repeats", call.get("dims"))
     if not place.is_slice:
         return [place]
     dim = place.dim + len(repeats) - call.tensors[0].ndim
@@ -197,7 +166,7 @@ def repeat(call: Call) -> list[Place]:
 )
 def cut(call: Call) -> list[Place]:
     """Any cut along other dimensions; only complete blocks along the sharded one."""
-    place, tensor = _first(call), call.tensors[0]
+    place, tensor = call.moved(), call.tensors[0]
     axis = (call.get("dim") or 0) % tensor.ndim
     drops = call.name in ("select", "unbind")
     if not place.is_slice or axis != place.dim:
@@ -277,8 +246,7 @@ def cat(call: Call) -> list[Place]:
 
 
 @rule_for("stack")
-def stack(call: Call) -> list[Place]:
-    """Parts of equal placement."""
+def _stack(call: Call) -> list[Place]:
     axis = (call.get("dim") or 0) % call.outs[0].ndim
     first = call.places[0]
     if not all(place.same(first) for place in call.places):
@@ -289,7 +257,7 @@ def stack(call: Call) -> list[Place]:
 @rule_for("constant_pad_nd")
 def pad(call: Call) -> list[Place]:
     """Any padding along other dimensions than the sharded one; zeros for a partial sum."""
-    place, ndim = _first(call), call.tensors[0].ndim
+    place, ndim = call.moved(), call.tensors[0].ndim
     padding = call.get("pad")
     padded = {ndim - 1 - i // 2 for i, amount in enumerate(padding) if amount}
     if place.is_slice and place.dim in padded:
@@ -300,13 +268,15 @@ def pad(call: Call) -> list[Place]:
 
 
 # --- choice by index -----------------------------------------------------------------------------
-@rule_for("index", "_unsafe_index")
+@rule_for("index", "_unsafe_index", "index_select")
 def index(call: Call) -> list[Place]:
     """Replicated indices into any dimension but the sharded one."""
-    place, chosen = call.places[0], call.get("indices")
-    others = [p for t, p in zip(call.tensors[1:], call.places[1:], strict=True) if t is not None]
-    if not all(other.is_whole for other in others):
-        return _sliced_indices(call)
+    place, chosen = call.places[0], _chosen(call)
+    if not all(other.is_whole for other in call.places[1:]):
+        # A replicated table with sharded indices: the result is sharded like the indices.
+        if place.is_whole and len(call.places) == 2 and chosen[0] is not None:
+            return [call.places[1]]
+        raise call.misfit("indices that differ between ranks choose from a table that is not whole")
     if not place.is_slice:
         return [place]
     dims = _dims_behind(chosen, call.tensors[0].ndim)
@@ -315,7 +285,14 @@ def index(call: Call) -> list[Place]:
     return [place.along(dims.index(place.dim))]
 
 
-def _indexed(chosen: Sequence[torch.Tensor | None]) -> tuple[list[int], int]:
+def _chosen(call: Call) -> Sequence[Tensor | None]:
+    """Indices by dimension."""
+    if call.get("indices") is not None:
+        return list(call.get("indices"))
+    return [None] * (call.get("dim") % call.tensors[0].ndim) + [call.tensors[1]]
+
+
+def _indexed(chosen: Sequence[Tensor | None]) -> tuple[list[int], int]:
     """Indexed dimensions, and the number of dimensions that replace them."""
     at: list[int] = []
     dim = wide = 0
@@ -329,7 +306,7 @@ def _indexed(chosen: Sequence[torch.Tensor | None]) -> tuple[list[int], int]:
     return at, wide
 
 
-def _dims_behind(chosen: Sequence[torch.Tensor | None], ndim: int) -> list[int]:
+def _dims_behind(chosen: Sequence[Tensor | None], ndim: int) -> list[int]:
     """Original dimension of each result dimension; -1 for those of the indices."""
     at, wide = _indexed(chosen)
     kept = [dim for dim in range(ndim) if dim not in at]
@@ -338,28 +315,17 @@ def _dims_behind(chosen: Sequence[torch.Tensor | None], ndim: int) -> list[int]:
     return [*kept[:start], *[-1] * wide, *kept[start:]]
 
 
-def _sliced_indices(call: Call) -> list[Place]:
-    """A replicated table with sharded indices: the result is sharded like the indices."""
-    table, chosen = call.places[0], call.get("indices")
-    given = [tensor for tensor in chosen if tensor is not None]
-    if table.is_whole and len(given) == 1 and chosen[0] is not None:
-        return [call.places[1]]
-    raise call.misfit("indices that differ between ranks choose from a table that is not whole")
-
-
-@rule_for("index_select", "gather")
-def index_select(call: Call) -> list[Place]:
-    """As `index`, along one dimension."""
-    place, indices = call.places[0], call.places[1]
-    axis = call.get("dim") % call.tensors[0].ndim
-    if place.is_slice and call.name == "gather" and place.dim != axis:
+@rule_for("gather")
+def gather(call: Call) -> list[Place]:
+    """Indices sharded like the tensor, or replicated ones for a replicated tensor."""
+    (tensor, index), (place, indices) = call.tensors, call.places
+    axis = call.get("dim") % tensor.ndim
+    if place.is_slice and place.dim != axis:
         alike = place.same(indices) or (indices.is_whole and place.dim in indices.uniform)
-        if alike and call.tensors[1].shape[place.dim] == call.tensors[0].shape[place.dim]:
-            return [place]
-    if not indices.is_whole or (place.is_slice and place.dim == axis):
+        if not alike or index.shape[place.dim] != tensor.shape[place.dim]:
+            raise call.misfit("whole indices choose from slices")
+    elif place.is_slice or not indices.is_whole:
         raise call.misfit(f"it chooses along dimension {axis}, which is sharded")
-    if place.is_slice and call.name == "gather":
-        raise call.misfit("whole indices choose from slices")
     return [place]
 
 
@@ -377,7 +343,7 @@ def _put_in(call: Call) -> list[Place]:
     if source.is_slice and call.name in ("index_put", "_index_put_impl", "index_add"):
         return [_put_slices(call, target, source)]
     if target.is_slice and source.is_whole and target.dim in source.uniform:
-        if target.dim in _written_dims(call):
+        if target.dim in _indexed(_chosen(call))[0]:
             raise call.misfit(f"it writes along dimension {target.dim}, which is sharded")
         return [target]
     raise call.misfit("the inserted tensor and the destination have different placements")
@@ -410,20 +376,9 @@ def _rows_of_slices(call: Call) -> bool:
     return first and bool(call.get("accumulate")) and all(p.same(source) for p in between)
 
 
-def _written_dims(call: Call) -> set[int]:
-    """Dimensions that the indices write along."""
-    chosen, ndim = call.get("indices"), call.tensors[0].ndim
-    if chosen is None:
-        return {call.get("dim") % ndim}
-    return {*_indexed(chosen)[0]}
-
-
 def _put_slices(call: Call, target: Place, source: Place) -> Place:
     """Insert rows sharded along a dimension that is not indexed, like the destination."""
-    values, rows, chosen = call.tensors[-1], call.tensors[0], call.get("indices")
-    if chosen is None:  # a single index tensor for one dimension
-        chosen = [None] * (call.get("dim") % rows.ndim) + [call.tensors[1]]
-    dim = _dims_behind(chosen, rows.ndim)[source.dim - values.ndim]
+    dim = _dims_behind(_chosen(call), call.tensors[0].ndim)[source.dim - call.tensors[-1].ndim]
     if dim < 0:
         raise call.misfit("it inserts slices of rows where each rank has different ones")
     if target.same(source.along(dim)) or target.is_zero or dim in target.uniform:
@@ -432,12 +387,11 @@ def _put_slices(call: Call, target: Place, source: Place) -> Place:
 
 
 @rule_for("index_fill")
-def fill(call: Call) -> list[Place]:
-    """Fill along another dimension than the sharded one."""
-    place, axis = call.places[0], call.get("dim") % call.tensors[0].ndim
-    if place.is_slice and place.dim != axis and all(p.is_whole for p in call.places[1:]):
-        return [place]
-    raise call.misfit(f"it writes along dimension {axis}, which is sharded")
+def _fill(call: Call) -> Place:
+    if not all(place.is_whole for place in call.places[1:]):
+        raise call.misfit("the indices or the value differ between ranks")
+    filled = replace(call, tensors=call.tensors[:1], places=call.places[:1])
+    return filled.slicewise(call.dims())
 
 
 @rule_for("glu", "glu_backward")
@@ -462,48 +416,54 @@ def halves(call: Call) -> list[Place]:
 
 
 @rule_for("masked_scatter", "masked_select", "nonzero", "argwhere")
-def refuse_data(call: Call) -> list[Place]:
-    """Raise, because the size of the selection would differ between ranks."""
+def _refuse_data(call: Call) -> list[Place]:
     raise call.misfit("its choice depends on values that differ between ranks")
-
-
-@rule_for("roll", "unfold", "unfold_backward", "_fft_r2c", "_fft_c2c", "_fft_c2r")
-def along_others(call: Call) -> list[Place]:
-    """Linear, and slice by slice along other dimensions; `unfold` adds one at the end."""
-    place, ndim = _first(call), min(call.tensors[0].ndim, call.outs[0].ndim)
-    given = call.get("dimension", call.get("dims", call.get("dim")))
-    dims = {given} if isinstance(given, int) else set(given or range(ndim))
-    if place.is_slice and place.dim in {dim % ndim for dim in dims}:
-        raise call.misfit(f"it runs along dimension {place.dim}, which is sharded")
-    return [place]
-
-
-@rule_for("view_as_complex", "view_as_real")
-def complex_numbers(call: Call) -> list[Place]:
-    """Pairs along a last dimension."""
-    place = _first(call)
-    if place.is_slice and place.dim == call.outs[0].ndim:
-        raise call.misfit(f"it joins pairs along dimension {place.dim}, which is sharded")
-    return [place]
 
 
 @rule_for("pixel_shuffle", "pixel_unshuffle")
 def shuffle(call: Call) -> list[Place]:
     """Channels become pixels, in consecutive groups."""
-    place, ndim = _first(call), call.tensors[0].ndim
-    if not place.is_slice or place.dim < ndim - 3:
-        return [place]
     own, after = call.tensors[0].shape[-3], call.outs[0].shape[-3]
+    place = call.slicewise((-2, -1), is_linear=True)
+    if not place.is_slice or place.dim < call.tensors[0].ndim - 3:
+        return [place]
     blocks = [Fraction(size * after, own) for size in place.blocks_in(own)]
-    if place.dim > ndim - 3 or any(block.denominator > 1 for block in blocks):
+    if any(block.denominator > 1 for block in blocks):
         raise call.misfit("it cuts across the ranks' slices")
     return [place.along(place.dim, [int(block) for block in blocks])]
 
 
-@rule_for("diagonal")
-def refuse_strides(call: Call) -> list[Place]:
-    """Raise for slices, since the rule for other dimensions is not written yet."""
-    place = _first(call)
-    if place.is_partial:
-        return [place]
-    raise call.misfit("no rule follows a slice through it")
+# --- shared memory -------------------------------------------------------------------------------
+# Autograd turns the gradient of a write through a view into `as_strided` and such writes.
+@rule_for("as_strided")
+def as_strided(call: Call) -> list[Place]:
+    """Keep a shard along a dimension of the same stride, or of the same memory in another shape."""
+    place = through_memory(call.places[0], call.tensors[0], call.outs[0])
+    if place is None:
+        raise call.misfit("no rule follows a slice through these strides")
+    return [place]
+
+
+def through_memory(place: Place, known: Tensor, other: Tensor) -> Place | None:
+    """Placement of a tensor, from another tensor of the same memory; None if unclear."""
+    if place.order:
+        return None
+    if not place.is_slice:
+        return place
+    size, stride = known.shape[place.dim], known.stride(place.dim)
+    for dim in range(other.ndim):
+        alike = (other.shape[dim], other.stride(dim)) == (size, stride)
+        others = (d for d in range(other.ndim) if d != dim)
+        if alike and all(_keeps_to(other, d, size, stride) for d in others):
+            return place.along(dim)
+    same = (known.numel(), known.storage_offset()) == (other.numel(), other.storage_offset())
+    if same and known.is_contiguous() and other.is_contiguous():
+        fits = fitting(place, known.shape, other.shape)
+        return min((place.along(*fit) for fit in fits), key=lambda p: len(p.blocks), default=None)
+    return None
+
+
+def _keeps_to(tensor: Tensor, dim: int, size: int, stride: int) -> bool:
+    """Return True if steps along a dimension stay within one index of the sliced dimension."""
+    step, count = tensor.stride(dim), tensor.shape[dim]
+    return count == 1 or step % (size * stride) == 0 or step * (count - 1) < stride
