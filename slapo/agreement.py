@@ -175,16 +175,13 @@ class FirstFailure:
         with suppress(RuntimeError):
             self._store.delete_key("failed")
 
-    def wait_for_readers(self, ranks: Callable[[], Iterable[int]]) -> None:
-        """Wait briefly until other ranks have read the failure.
-
-        The store may end with this process.
-        """
+    def wait_for_readers(self, ranks: Iterable[int]) -> None:
+        """Wait briefly until `ranks` have read the failure: the store may end with this process."""
         deadline = time.monotonic() + REPORT_SECONDS
         with suppress(RuntimeError):
             self._store.set(f"read/{self._rank}", "")
             while time.monotonic() < deadline:
-                if self._store.check([f"read/{rank}" for rank in ranks()]):
+                if self._store.check([f"read/{rank}" for rank in ranks]):
                     return
                 time.sleep(0.05)
 
