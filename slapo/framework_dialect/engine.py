@@ -39,7 +39,6 @@ from slapo.framework_dialect.losses import (
 )
 from slapo.framework_dialect.optimizers import inner_optimizers
 from slapo.framework_dialect.options import TrainingOptions
-from slapo.framework_dialect.precision import buffers_named
 from slapo.framework_dialect.replicas import share_over_mesh
 from slapo.framework_dialect.runtime import Lowering
 from slapo.graph.trace.nests import call_key, tensors
@@ -128,14 +127,6 @@ class Engine:
         """Coordinate along the pipeline of the rank that runs a stage."""
         return stage
 
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Explain errors of a step: by the rank that failed first, by dtypes of buffers."""
-        half = self.options.half
-        named = nullcontext() if half is None else buffers_named(self.module, half)
-        with self._naming_failures(), named:
-            yield
-
     # --- with a loss function ----------------------------------------------------------------
     def train_batch(self, data_iter: Iterator[Any]) -> Tensor:
         """Run one step on the next batch: forward, backward, optimizer.
@@ -163,7 +154,7 @@ class Engine:
             If ranks got different batches, the model was not traced for such inputs, or an earlier
             step failed in a way that cannot be undone.
         """
-        with self._running():
+        with self._naming_failures():
             self._refuse_autocast("train_batch")
             self._check_ready("train_batch")
             if self._backwards:
@@ -214,7 +205,7 @@ class Engine:
             With `return_outputs`: the model's output for each micro-batch, on the ranks that run
             the last stage; empty on the others.
         """
-        with self._running():
+        with self._naming_failures():
             self._refuse_autocast("eval_batch")
             batch = self._load("eval_batch", data_iter, cut_evenly=False)
             batch = self._weighted(batch, training=False)
@@ -410,7 +401,7 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; not with pipeline stages."""
         self._refuse_pipeline("a call of the engine")
-        with self._running():
+        with self._naming_failures():
             part = Batch(args, kwargs, None).cast(self.options.half)
             if torch.is_grad_enabled() and self.module.training:
                 self._check_places(part, with_loss=False)
@@ -422,7 +413,7 @@ class Engine:
         Several calls before a `step` accumulate their gradients.
         """
         self._refuse_pipeline("backward()")
-        with self._running():
+        with self._naming_failures():
             self._check_backward()
             with self._all_or_nothing():
                 self._backward(loss)
@@ -431,7 +422,7 @@ class Engine:
     def step(self) -> None:
         """Run one optimizer step on the gradients of `backward`; not with pipeline stages."""
         self._refuse_pipeline("step()")
-        with self._running():
+        with self._naming_failures():
             self._check_ready("step()")
             if not self._backwards:
                 raise SlapoError("step() has no gradients; call engine.backward(loss) first")
@@ -625,7 +616,7 @@ class Engine:
         OSError
             If a file cannot be written; training can continue.
         """
-        with self._running():
+        with self._naming_failures():
             self.check_between_steps("engine.save")
             previous, self._saving = self._saving, None
             if previous is not None:
@@ -660,7 +651,7 @@ class Engine:
             If there is no complete step, or it is of another model, optimizer or format, or is
             damaged; on every rank, before anything changes.
         """
-        with self._running():
+        with self._naming_failures():
             self.check_between_steps("engine.load")
             if self._saving is not None:
                 self._saving.result()
