@@ -246,12 +246,11 @@ def test_a_pipeline_has_no_use_for_options_of_ddp() -> None:
 
 
 @on_ranks(2)
-def test_parameters_that_ddp_waits_for_are_named_before_the_first_step() -> None:
+def test_parameters_that_ddp_waits_for_are_an_error_before_the_first_step() -> None:
     torch.manual_seed(0)
     engine = build(WithUnused(), layout=(1, 2, 1))
     before = copied(engine)
-    text = r"^\['unused.weight', 'unused.bias'\] got no gradient. DDP misses"
-    with pytest.raises(slapo.SlapoError, match=text):
+    with pytest.raises(RuntimeError, match="find_unused_parameters=True"):
         engine.train_batch(iter([(torch.randn(2, 3), torch.randn(2, 3))]))
     assert is_unchanged(engine, before)
 
@@ -318,16 +317,15 @@ class Positions(nn.Module):
 @pytest.mark.slow
 @on_ranks(1)
 def test_buffers_keep_their_dtype(target: str) -> None:
-    """Those that the model computes with are named."""
+    """One that the model computes with has to be converted there: torch says so."""
     batch = torch.ones(4, 4), torch.ones(4, 4).bfloat16()
     engine = build(Positions(casts=True), target, dtype=torch.bfloat16)
     engine.train_batch(iter([batch]))
     assert engine.module.positions.dtype == torch.float32
     engine = build(Positions(casts=False), target, dtype=torch.bfloat16, micro_batches=2)
     for step in (engine.eval_batch, engine.train_batch):
-        with pytest.raises(slapo.SlapoError, match=r"are not: \['positions'\]. Convert") as caught:
+        with pytest.raises(RuntimeError, match="same dtype"):
             step(iter([batch]))
-        assert "The model computes in torch.bfloat16" in str(caught.value)
     engine = build(Positions(casts=False).bfloat16(), target, micro_batches=2)
     engine.train_batch(iter([batch]))
 
