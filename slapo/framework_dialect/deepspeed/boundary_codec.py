@@ -59,7 +59,7 @@ class StageLayer(nn.Module):
             tensors = tuple(map(unpack, self.arriving, tensors))
         output = self.stage(*tensors)
         if self.is_last:
-            return expose_tensors(output)
+            return check_output(output)
         sent = describe_tensors(self.stage.sent, output)
         odd = [m for m in sent if m.requires_grad and not m.dtype.is_floating_point]
         if odd:
@@ -77,34 +77,14 @@ class StageLayer(nn.Module):
         return tuple(map(pack, sent, output))
 
 
-class OutputWithTensors(tuple[Any, ...]):
-    """An output that DeepSpeed does not traverse, with its tensors."""
+def check_output(output: Any) -> Any:
+    """Return a model's output, in which DeepSpeed prepares the backward by hooks on tensors.
 
-    __slots__ = ()
-
-
-def expose_tensors(output: Any) -> Any:
-    """Expose the tensors of an output: DeepSpeed prepares the backward by hooks on them."""
+    Without them, bfloat16 gradients of one micro-batch would leak into the next.
+    """
     if isinstance(output, (Tensor, tuple, list, dict)):
         return output
-    return OutputWithTensors((output, tensors_in(output)))
-
-
-def original_output(output: Any) -> Any:
-    """Undo :func:`expose_tensors`."""
-    return output[0] if isinstance(output, OutputWithTensors) else output
-
-
-def tensors_in(value: Any, levels: int = 4) -> list[Tensor]:
-    """Tensors in containers and object attributes, up to `levels` deep."""
-    if isinstance(value, Tensor):
-        return [value]
-    if levels == 0 or isinstance(value, (str, bytes, type, nn.Module)):
-        return []
-    if isinstance(value, dict):
-        items = list(value.values())
-    elif isinstance(value, (tuple, list)):
-        items = list(value)
-    else:
-        items = list(getattr(value, "__dict__", {}).values())
-    return [tensor for item in items for tensor in tensors_in(item, levels - 1)]
+    raise SlapoError(
+        f"the model returns a {type(output).__name__}, in which DeepSpeed finds no tensors; "
+        "return a tensor, a tuple, a list or a dict"
+    )

@@ -8,12 +8,11 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo.framework_dialect.deepspeed.boundary_codec import tensors_in
+from slapo.framework_dialect.deepspeed.boundary_codec import check_output
 from slapo.framework_dialect.deepspeed.config import Config
 from slapo.framework_dialect.deepspeed.load import quiet
 from slapo.framework_dialect.gradients import (
@@ -80,24 +79,8 @@ def initialize(
     _undo_first_step(engine.optimizer)
     engine.clip_fp32_gradients = lambda: _clip_by_whole_norm(engine)
     if mpu is not None:
-        model.register_forward_hook(lambda module, args, output: _look_into(engine, output))
+        model.register_forward_hook(lambda module, args, output: check_output(output))
     return engine
-
-
-def _look_into(engine: Any, output: Any) -> None:
-    """Register DeepSpeed's hooks on the tensors of an output whose class it does not traverse.
-
-    They prepare the backward pass: without them, bfloat16 gradients of one micro-batch leak into
-    the next.
-    """
-    from deepspeed.runtime.utils import register_output_backward_hooks  # optional package
-
-    if torch.is_grad_enabled() and not isinstance(output, (Tensor, tuple, list, dict)):
-        register_output_backward_hooks(
-            tensors_in(output),
-            preprocess_once_fn=engine._backward_prologue,
-            preprocess_per_tensor_fn=engine._backward_prologue_per_tensor,
-        )
 
 
 def whole_norm(engine: Any) -> Tensor:

@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 
-from slapo.framework_dialect.deepspeed.boundary_codec import StageLayer, original_output, room_for
+from slapo.framework_dialect.deepspeed.boundary_codec import StageLayer, room_for
 from slapo.framework_dialect.deepspeed.load import quiet
 from slapo.framework_dialect.replicas import SharedParameter
 from slapo.framework_dialect.runtime import Lowering
@@ -47,7 +47,7 @@ class StagePipeline(PipelineModule):
             super().__init__(
                 layers,
                 topology=topology,
-                loss_fn=lambda output, labels: loss_fn(original_output(output), labels),
+                loss_fn=loss_fn,
                 partition_method="uniform",
             )
         self.layer, self.keeps_modes = layer, keeps_modes
