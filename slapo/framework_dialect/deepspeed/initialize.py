@@ -13,16 +13,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from slapo.framework_dialect.deepspeed.boundary_codec import check_output
-from slapo.framework_dialect.deepspeed.config import Config
+from slapo.framework_dialect.deepspeed.config import DeepSpeedOptions, flat_parameters
 from slapo.framework_dialect.deepspeed.load import quiet
+from slapo.framework_dialect.deepspeed.shares import Shares
 from slapo.framework_dialect.gradients import (
     clip_factor,
     global_norm,
     is_counted_slice,
     scale_gradients,
 )
-from slapo.framework_dialect.optimizers import check_scheduler
-from slapo.mesh import DIMS
+from slapo.framework_dialect.optimizers import check_scheduler, make_optimizer, place_steps
+from slapo.framework_dialect.runtime import Lowering
+from slapo.mesh import DIMS, current_device
 
 
 def mesh_unit(mesh: DeviceMesh) -> SimpleNamespace:
@@ -47,39 +49,50 @@ def topology_of(pp: int, dp: int, tp: int) -> Any:
 
 
 def initialize(
-    deepspeed: Any,
-    model: nn.Module,
-    config: Config,
-    *,
-    optimizer: Any,
-    lr_scheduler: Any,
-    mpu: Any,
-    dp_group: dist.ProcessGroup,
+    deepspeed: Any, lowering: Lowering, options: DeepSpeedOptions, model: nn.Module, mpu: Any
 ) -> Any:
-    """Return a DeepSpeed engine that starts from the present model and optimizer.
-
-    `optimizer` is None if the config describes one, `mpu` is None for a ``PipelineModule``.
-    """
+    """Return a DeepSpeed engine of a model; `mpu` is None for a ``PipelineModule``."""
+    mesh, half, config = options.mesh, options.half, options.config
+    shares = Shares(config, mpu, mesh, half)
+    if lowering.fill is not None:
+        lowering.fill(shares=shares)
+        shares.divide([p for p in model.parameters() if not hasattr(p, "ds_id")])
+    optimizer = None
+    if options.optimizer is not None:
+        optimizer = make_optimizer(options.optimizer, lowering.trainable(), current_device(mesh))
+        place_steps(optimizer, lowering, lambda: lowering.tp_group, flat_parameters(config))
+    exact: dict[nn.Parameter, Tensor] = {}
+    if half is not None and optimizer is not None:
+        trained = (p for p in model.parameters() if p.requires_grad)
+        exact = {p: p.detach().float() for p in trained if not hasattr(p, "ds_id")}
     for parameter in model.parameters():
         # In the gradient's norm, DeepSpeed counts parameters that are not shards on one rank only.
         sharded = is_counted_slice(parameter)
         parameter.model_parallel = sharded  # type: ignore[attr-defined]
         parameter.tensor_model_parallel = sharded  # type: ignore[attr-defined]
-    with quiet(), _any_layout(model, dp_group):
+    with quiet(), _any_layout(model, mesh.get_group("dp")):
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
             model_parameters=[p for p in model.parameters() if p.requires_grad],
-            lr_scheduler=lr_scheduler,
+            lr_scheduler=options.lr_scheduler,
             mpu=mpu,
             config=config,
         )
-    if engine.lr_scheduler is not None and lr_scheduler is not None:
+    if engine.lr_scheduler is not None and options.lr_scheduler is not None:
         check_scheduler(engine.lr_scheduler)
     _undo_first_step(engine.optimizer)
     engine.clip_fp32_gradients = lambda: _clip_by_whole_norm(engine)
     if mpu is not None:
         model.register_forward_hook(lambda module, args, output: check_output(output))
+    # DeepSpeed has created the optimizer's float32 parameters from rounded values.
+    if optimizer is not None:
+        shares.put_exact(model)
+    if exact:
+        from deepspeed.utils import safe_set_full_fp32_param  # optional package
+
+        for parameter, value in exact.items():
+            safe_set_full_fp32_param(parameter, value)
     return engine
 
 

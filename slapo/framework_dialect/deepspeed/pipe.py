@@ -19,6 +19,8 @@ from slapo.framework_dialect.deepspeed.load import quiet
 from slapo.framework_dialect.replicas import SharedParameter
 from slapo.framework_dialect.runtime import Lowering
 from slapo.mesh import set_timeout, timeout_of_job
+from slapo.pipeline import PipelinedModule
+from slapo.utils.calls import as_call
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -91,6 +93,15 @@ class StagePipelineEngine(PipelineEngine):
         engine.__class__ = cls
         _tolerate_no_gradients(engine.optimizer)
         return engine
+
+    def bind_inputs_of(self, pipelined: PipelinedModule) -> None:
+        """Convert the inputs of batches, which are those of the model, to tensors."""
+
+        def bind(inputs: Any) -> tuple[Tensor, ...]:
+            call = as_call(inputs, "the inputs of a batch")
+            return pipelined.bind(*call, training=bool(self.module.training))
+
+        self.bind = bind
 
     @property
     def layer(self) -> StageLayer:
