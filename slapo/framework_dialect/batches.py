@@ -7,7 +7,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,37 +30,6 @@ _LABELS = (torch.int64, torch.int32)
 
 #: Name or position of an argument -> axis of its samples; None: every micro-batch gets all of it.
 BatchDims = Mapping[str | int, int | None]
-
-
-class WeightedTargets(NamedTuple):
-    """Targets of a loss function, with the counts that weight its mean."""
-
-    given: Any
-    #: count of each sample
-    counts: Tensor
-    #: weight of one target in the batch of all replicas, times the number of replicas
-    each: Tensor
-
-    @property
-    def weight(self) -> Tensor:
-        """Share of these targets in the loss of a step."""
-        return self.counts.sum() * self.each
-
-
-class PaddedTargets(NamedTuple):
-    """Targets of a micro-batch that is padded with a copy of its last sample."""
-
-    given: Any
-    samples: int
-
-    def of_samples(self, output: Any) -> Any:
-        """Remove the outputs of padding from a model's output."""
-
-        def cut(tensor: Tensor) -> Tensor:
-            is_padded = tensor.dim() > 0 and tensor.shape[0] == self.samples + 1
-            return tensor.narrow(0, 0, self.samples) if is_padded else tensor
-
-        return _map(cut, output)
 
 
 def target_counts(batch: Batch, shifts: bool) -> Tensor | None:
@@ -87,6 +56,12 @@ class Batch:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     targets: Any
+    #: number of targets of each sample; None if they are not counted
+    counts: Tensor | None = None
+    #: weight of a counted target, or without counts that of all samples; None: equal to other parts
+    each: Tensor | float | None = None
+    #: number of samples before padding with a copy of the last one; None without padding
+    unpadded: int | None = None
     dims: BatchDims = field(default_factory=dict)
     #: sample axes, known from the batch that this is a part of
     known_axes: tuple[int | None, ...] | None = None
@@ -98,7 +73,7 @@ class Batch:
         args, kwargs = _arguments(inputs)
         given = (args, kwargs, targets)
         args, kwargs, targets = _map(lambda t: t.to(device, non_blocking=True), given)
-        return cls(args, kwargs, targets, dims or {})
+        return cls(args, kwargs, targets, dims=dims or {})
 
     def cast(self, dtype: torch.dtype | None) -> Batch:
         """Cast floating-point arguments to a dtype; None leaves them."""
@@ -110,7 +85,26 @@ class Batch:
 
         return replace(self, args=_map(cast, self.args), kwargs=_map(cast, self.kwargs))
 
-    def weight(self) -> int:
+    @property
+    def weight(self) -> Tensor | float | None:
+        """Weight of the loss of these samples; None if it is equal for all parts of a batch."""
+        if self.counts is None or self.each is None:
+            return self.each
+        return self.counts.sum() * self.each
+
+    def without_padding(self, output: Any) -> Any:
+        """Remove the outputs of padding from a model's output."""
+        size = self.unpadded
+        if size is None:
+            return output
+
+        def cut(tensor: Tensor) -> Tensor:
+            is_padded = tensor.dim() > 0 and tensor.shape[0] == size + 1
+            return tensor.narrow(0, 0, size) if is_padded else tensor
+
+        return _map(cut, output)
+
+    def size(self) -> int:
         """Number of samples for an evaluation; if inputs differ in length, that of the targets."""
         lengths = _lengths(self.targets) or _lengths((self.args, self.kwargs))
         return lengths.pop() if len(lengths) == 1 else 1
@@ -125,7 +119,10 @@ class Batch:
         """Return a range of samples as views; tensors without a sample axis are kept."""
         cut = self._along(lambda leaf, axis: leaf.narrow(axis, start, length))
         targets = _map(lambda t: t.narrow(0, start, length) if t.dim() else t, self.targets)
-        return replace(cut, targets=targets)
+        if self.counts is not None:
+            return replace(cut, targets=targets, counts=self.counts.narrow(0, start, length))
+        each = None if self.each is None else self.each * length / max(1, self.samples())
+        return replace(cut, targets=targets, each=each)
 
     def _along(self, change: Callable[[Tensor, int], Tensor]) -> Batch:
         """Return the batch with `change` applied to each input and its sample axis."""
@@ -168,7 +165,7 @@ class Batch:
         labels = padded.kwargs.get("labels")
         if isinstance(labels, Tensor) and labels.dtype in _LABELS:  # labels of the model's own loss
             labels[samples:] = IGNORED
-        return replace(padded, targets=PaddedTargets(self.targets, samples))
+        return replace(padded, unpadded=samples)
 
     def cut_unevenly(self, micro_batches: int) -> list[tuple[Batch, int]]:
         """Split into batches of equal parts; returns each with its number of parts.

@@ -23,8 +23,6 @@ from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import (
     Batch,
     BatchCheck,
-    PaddedTargets,
-    WeightedTargets,
     batch_digest,
     next_batch,
     target_counts,
@@ -96,7 +94,6 @@ class Engine:
         dtype = options.half or next(floating, None)
         self._loss_mean = LossReducer(options.mesh, self.device, self.last_pp_rank, dtype)
         self._tally = LossAccumulator()
-        self._weight: float | None = None
         self._outputs: list[Any] | None = None
         self._shifts_labels = shifts_labels(lowering)
         self._has_warned = False
@@ -166,7 +163,7 @@ class Engine:
             self._set_training()
             self._check_places(batch.first(self.options.micro_batches), with_loss=True)
             batch = self._weighted(batch, training=True)
-            self._tally, self._weight = LossAccumulator(self.options.micro_batches), None
+            self._tally = LossAccumulator(self.options.micro_batches)
             with self._all_or_nothing():
                 loss = self._train(batch)
             self._refuse_nonfinite()
@@ -214,7 +211,6 @@ class Engine:
                 with self._evaluating(), torch.no_grad(), self._among_replicas(batch):
                     cuts = batch.cut_unevenly(self.options.micro_batches)
                     for part, count in cuts:
-                        self._weight = part.weight() / count
                         self._evaluate(part, count)
                     self._run_along(cuts)
                     loss = self._begin_mean().loss()
@@ -260,7 +256,7 @@ class Engine:
 
     def _loss(self, part: Batch) -> Tensor:
         """Compute the loss of a micro-batch, without a pipeline."""
-        return self._loss_of(self._call(*part.args, **part.kwargs), part.targets)
+        return self._loss_of(self._call(*part.args, **part.kwargs), part)
 
     def _optimizer_step(self, scale: Tensor | None) -> None:
         """Multiply gradients by `scale`, if given, and run one step of the optimizer."""
@@ -286,29 +282,22 @@ class Engine:
         return batch
 
     def _weighted(self, batch: Batch, training: bool) -> Batch:
-        """Weight the parts of a batch in a mean loss by their number of targets."""
-        if self.options.loss_mean != "targets":
-            return batch
-        counts = target_counts(batch, self._shifts_labels)
-        if counts is None:
+        """Weight the parts of a batch in a mean loss: by their targets, or else their samples."""
+        by_targets = self.options.loss_mean == "targets"
+        counts = target_counts(batch, self._shifts_labels) if by_targets else None
+        if counts is not None:
+            each: Tensor | float = 1.0
+            if training:
+                total = counts.sum()
+                if self.mesh.shape[1] > 1:
+                    dist.all_reduce(total, group=self.mesh.get_group("dp"))
+                each = self.mesh.shape[1] / total.clamp(min=1)
+            return replace(batch, counts=counts, each=each)
+        if by_targets:
             self._warn_of_padding(batch)
-            return self._weighted_by_samples(batch) if training else batch
-        each = torch.ones((), device=counts.device)
         if training:
-            total = counts.sum()
-            if self.mesh.shape[1] > 1:
-                dist.all_reduce(total, group=self.mesh.get_group("dp"))
-            each = self.mesh.shape[1] / total.clamp(min=1)
-        return replace(batch, targets=WeightedTargets(batch.targets, counts, each))
-
-    def _weighted_by_samples(self, batch: Batch) -> Batch:
-        """Weight the parts of a batch by their number of samples, if these differ."""
-        parts = self.options.micro_batches
-        if parts == 1 or batch.samples() % parts == 0:
-            return batch
-        size = batch.samples()
-        counts = torch.ones(size, device=self.device)
-        return replace(batch, targets=WeightedTargets(batch.targets, counts, counts[0] / size))
+            return replace(batch, each=1.0) if by_targets else batch
+        return replace(batch, each=float(batch.size()))
 
     def _warn_of_padding(self, batch: Batch) -> None:
         """Warn once if micro-batches of different lengths have equal weights in the loss."""
@@ -338,7 +327,7 @@ class Engine:
         whole, parts = (batch, count) if cut_evenly else batch.cut_unevenly(count)[0]
         self._check_call(whole.first(parts), training=cut_evenly)
         self._form_before = (form, cut_evenly)
-        self._samples_of_form = batch.samples() if count > 1 else batch.weight()
+        self._samples_of_form = batch.samples() if count > 1 else batch.size()
 
     def _check_places(self, part: Batch, with_loss: bool) -> None:
         """Run the placement check before the first batch trains."""
@@ -369,19 +358,15 @@ class Engine:
         if self.lowering.pipelined is not None:
             self.lowering.pipelined.bind(part.args, part.kwargs, training)
 
-    def _loss_of(self, output: Any, targets: Any) -> Tensor:
+    def _loss_of(self, output: Any, part: Batch) -> Tensor:
         """Compute the loss of a micro-batch, and add it to this step's loss."""
         assert self.options.loss_fn is not None, "checked before the batch was loaded"
         if self._is_idle:
             return torch.zeros((), device=self.device)
         if self._outputs is not None:
             self._outputs.append(output)
-        weight: Tensor | float | None = self._weight
-        if isinstance(targets, PaddedTargets):
-            output, targets = targets.of_samples(output), targets.given
-        if isinstance(targets, WeightedTargets):
-            targets, weight = targets.given, targets.weight
-        loss = self._tally.add(self.options.loss_fn(output, targets), weight)
+        returned = self.options.loss_fn(part.without_padding(output), part.targets)
+        loss = self._tally.add(returned, part.weight)
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise ValueError(
                 "loss_fn returned a loss that does not require a gradient; compute it from the "

@@ -26,13 +26,6 @@ from slapo.framework_dialect.runtime import Lowering
 from slapo.weights.holdings import Held, HeldRange
 
 
-class OpaqueTargets:
-    """Wrapper of targets: DeepSpeed would treat a nest of tensors as a tuple of them."""
-
-    def __init__(self, targets: Any) -> None:
-        self.targets = targets
-
-
 class DeepSpeedEngine(Engine):
     """Base of the engines with and without a pipeline; `engine` is DeepSpeed's own."""
 
@@ -79,9 +72,9 @@ class DeepSpeedEngine(Engine):
                 "that each trains parameters"
             )
 
-    def loss_of_labels(self, output: Any, labels: OpaqueTargets) -> Tensor:
+    def loss_of_labels(self, output: Any, part: Batch) -> Tensor:
         """Loss function for DeepSpeed, which divides the result by the number of micro-batches."""
-        loss = self._loss_of(output, labels.targets)
+        loss = self._loss_of(output, part)
         return loss * self.options.micro_batches if torch.is_grad_enabled() else loss
 
     @contextmanager
@@ -400,5 +393,5 @@ class PipeEngine(DeepSpeedEngine):
         if form != self._form:
             self.engine.reset_activation_shape()
             self._form = form
-        labels = [OpaqueTargets(part.targets) for part in cut]
-        return iter(list(zip(inputs, labels, strict=True)))
+        # Not the targets: DeepSpeed would treat a nest of tensors as a tuple of them.
+        return iter(list(zip(inputs, cut, strict=True)))

@@ -97,8 +97,8 @@ class TorchEngineBase(Engine):
         """Return whether the parameter counts on this rank in the norm of the full gradient."""
         return True
 
-    def _loss_of(self, output: Any, targets: Any) -> Tensor:
-        loss = super()._loss_of(output, targets)
+    def _loss_of(self, output: Any, part: Batch) -> Tensor:
+        loss = super()._loss_of(output, part)
         scaled = self._loss_scale is not None and torch.is_grad_enabled()
         return loss * self._loss_scale.value if scaled else loss  # type: ignore[union-attr]
 

@@ -234,7 +234,7 @@ class TorchPipelineEngine(TorchEngineBase):
         return error
 
     def _micro_batch_loss(self, output: Any, number: int) -> Tensor:
-        return self._loss_of(output, self._parts[number].targets)
+        return self._loss_of(output, self._parts[number])
 
     def _micro_batch_inputs(self, number: int) -> Sequence[Tensor]:
         part = self._parts[number]
