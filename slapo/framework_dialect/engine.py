@@ -32,7 +32,6 @@ from slapo.framework_dialect.gradient_check import GradientCheck
 from slapo.framework_dialect.losses import (
     LossAccumulator,
     LossReducer,
-    PendingLoss,
     shifts_labels,
 )
 from slapo.framework_dialect.optimizers import inner_optimizers
@@ -178,7 +177,7 @@ class Engine:
         self._optimizer_step(mean.scale())
         return mean.loss()
 
-    def _begin_mean(self) -> PendingLoss:
+    def _begin_mean(self) -> LossReducer:
         """Start the reduction of this step's loss and of the factor for gradients."""
         return self._loss_mean.begin(self._tally, self.options.is_checked(self.step_count))
 
