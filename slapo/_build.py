@@ -18,7 +18,6 @@ from slapo.errors import PlacementError, SlapoError, with_nearest
 from slapo.framework_dialect import Engine, Lowering, Runtime, get_dialect_cls
 from slapo.framework_dialect.gradient_check import compare_first_gradients
 from slapo.framework_dialect.replicas import share_wholes
-from slapo.framework_dialect.runtime import Shares
 from slapo.logger import get_logger
 from slapo.node import ScheduleState
 from slapo.optimizers import refuse_earlier_optimizers
@@ -335,7 +334,7 @@ def _create(
     init_weights: bool | Callable[..., Any],
     stages: Sequence[int] = (),
     among: dist.ProcessGroup | None = None,
-    shares: Shares | None = None,
+    shares: Any = None,
 ) -> None:
     """Create the meta tensors that run here, load values of the folder, release other stages."""
     model, group, loader = sch.mod, sch.group, sch.state.loader

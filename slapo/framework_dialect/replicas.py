@@ -17,6 +17,7 @@ from slapo.framework_dialect.gradients import distinct
 from slapo.framework_dialect.runtime import Lowering
 from slapo.mesh import new_group
 from slapo.pipeline import Stage
+from slapo.sharding.slicing import local_part
 from slapo.sharding.tags import SHARERS, is_tensor_parallel
 
 Named = Sequence[tuple[str, Tensor]]
@@ -83,6 +84,15 @@ def share_over_mesh(
     groups = {dim: mesh.get_group(dim) for dim in ("tp", "dp")}
     share_values(lowering.module, groups, shared, lowering.created, sync)
     return shared
+
+
+def share_copies(shared: SharedParameter) -> None:
+    """Set every copy of a parameter to the values of the first one."""
+    first, *others = (local_part(copy.detach()) for copy in shared.copies)
+    if shared.group is not None:
+        _broadcast(first, shared.group)
+    for other in others:
+        other.copy_(first)
 
 
 def share_wholes(module: nn.Module, group: Group, sync: bool = False) -> None:

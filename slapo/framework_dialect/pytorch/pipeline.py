@@ -14,9 +14,10 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from slapo.agreement import on_every_rank
 from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch
-from slapo.framework_dialect.gradients import reduce_gradients, share_copies, sum_copies
+from slapo.framework_dialect.gradients import reduce_gradients, sum_copies
 from slapo.framework_dialect.pytorch.engine import TorchEngineBase
 from slapo.framework_dialect.pytorch.options import TorchOptions
+from slapo.framework_dialect.replicas import share_copies
 from slapo.framework_dialect.runtime import Boundaries, Lowering
 from slapo.pipeline import Stage
 from slapo.pipeline.boundaries import Boundary, autocasting, describe_tensors
@@ -124,7 +125,7 @@ class TorchPipelineEngine(TorchEngineBase):
         if lowering.fill is not None:
             lowering.fill(among=self._ranks_of_parts())
             for shared in self.shared:
-                share_copies(shared.copies, shared.group)
+                share_copies(shared)
         self._make_optimizer()
         self._uncounted = {
             id(copy) for shared in self.shared for copy in shared.copies[int(shared.is_counted) :]
