@@ -50,7 +50,11 @@ def all_ranks_or_none(
     """Run ``check`` on each rank; if it raises on any rank, raise on all."""
     if not has_peers(group):
         return check()
-    result, error = _attempt(check)
+    result, error = None, None
+    try:
+        result = check()
+    except Exception as raised:
+        error = raised
     failed = torch.tensor(int(error is not None), device=communication_device(group))
     dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
     if failed.item():
@@ -184,13 +188,6 @@ class FirstFailure:
                 if self._store.check([f"read/{rank}" for rank in ranks]):
                     return
                 time.sleep(0.05)
-
-
-def _attempt(check: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    try:
-        return check(), None
-    except Exception as error:
-        return None, error
 
 
 def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -153,11 +153,7 @@ class Engine:
         with self._naming_failures():
             self._refuse_autocast("train_batch")
             self._check_ready("train_batch")
-            if self._backwards:
-                raise SlapoError(
-                    f"train_batch: {self._backwards} earlier backward() calls were not followed "
-                    "by step(), and their gradients would add to this batch's; call step() first"
-                )
+            self.check_between_steps("train_batch")
             batch = self._load("train_batch", data_iter, cut_evenly=True)
             self._set_training()
             self._check_places(batch.first(self.options.micro_batches), with_loss=True)
@@ -461,11 +457,7 @@ class Engine:
     def _check_ready(self, what: str) -> None:
         if self.optimizer is None:
             raise SlapoError(f"{what} needs an optimizer; build with optimizer=")
-        if self._failure is not None:
-            raise SlapoError(
-                f"{what}: an earlier step failed with {self._failure} and left partial gradients "
-                "in this engine; build a new engine, and load the state of the last step"
-            )
+        self._refuse_failed(what)
         if not self.options.is_checked(self.step_count):
             return
         # By name: FSDP2 replaces the Parameter objects.
@@ -653,15 +645,18 @@ class Engine:
 
     def check_between_steps(self, what: str) -> None:
         """Refuse an engine whose last step has failed or is unfinished."""
-        if self._failure is not None:
-            raise SlapoError(
-                f"{what}: an earlier step failed with {self._failure}; build a new engine, and "
-                "load the last saved step"
-            )
+        self._refuse_failed(what)
         if self._backwards:
             raise SlapoError(
-                f"{what}: {self._backwards} earlier backward() calls lack a step(), and "
-                "gradients are not saved; call step() first"
+                f"{what}: {self._backwards} earlier backward() calls were not followed by step(), "
+                "which has to use up their gradients; call step() first"
+            )
+
+    def _refuse_failed(self, what: str) -> None:
+        if self._failure is not None:
+            raise SlapoError(
+                f"{what}: an earlier step failed with {self._failure} and left partial results in "
+                "this engine; build a new engine, and load the last saved step"
             )
 
     def parameters(self) -> Iterator[nn.Parameter]:
