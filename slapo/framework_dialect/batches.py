@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo.agreement import all_ranks_or_none, checksum, extremes, same_on_all_ranks
+from slapo.agreement import all_ranks_or_none, checksum, same_on_all_ranks
 from slapo.errors import SlapoError
 from slapo.mesh import group_among
 from slapo.op.cross_entropy import IGNORED
@@ -315,7 +315,7 @@ class BatchCheck:
 
     The pipeline and tensor-parallel ranks of one data-parallel coordinate each load their batch. If
     their loaders drift apart, training continues with wrong gradients. The ranks compare shapes,
-    dtypes and a checksum of the bytes, in one small collective.
+    dtypes and a checksum of the bytes.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -338,14 +338,10 @@ class BatchCheck:
         if self.group is None:
             ready()
             return
-        digest = (0, 0, 0) if batch is None else (1, *batch_digest(batch))
-        largest, smallest = extremes(torch.tensor(digest, dtype=torch.int64), self.group)
-        if bool((largest == smallest).all()) and int(largest[0]) == 1:
-            return
         all_ranks_or_none(what, ready, self.group)
         same_on_all_ranks(
             f"{what}: the batch of data-parallel coordinate {self._dp}",
-            f"{_describe(batch)} with checksum {digest[2]:x}",
+            f"{_describe(batch)} with checksum {batch_digest(batch)[1]:x}",
             self.group,
             "seed and shard the data by mesh.get_local_rank('dp'), so that pp and tp ranks of "
             "one coordinate read the same data",

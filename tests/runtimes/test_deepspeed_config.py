@@ -13,15 +13,8 @@ from torch import nn
 
 import slapo
 import slapo.framework_dialect.deepspeed.runtime  # registers the target
-from slapo.framework_dialect.deepspeed.boundary_codec import (
-    StageLayer,
-    check_output,
-    pack,
-    room_for,
-    unpack,
-)
 from slapo.framework_dialect.deepspeed.config import Layout, load, merge
-from slapo.pipeline.boundaries import TensorMeta
+from slapo.framework_dialect.deepspeed.initialize import check_output
 
 CPU = Layout(1, 2, 1, "cpu")
 PIPE = Layout(2, 2, 1, "cpu")
@@ -194,65 +187,6 @@ def test_something_to_run_on_is_needed(monkeypatch: Any) -> None:
         slapo.build(sch, target="deepspeed", config={"train_batch_size": 1})
     with pytest.raises(TypeError, match="no option 'surprise'; it takes"):
         slapo.build(sch, target="deepspeed", surprise=1)
-
-
-# --- what crosses a boundary ---------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.randn(3, 5).t(),
-        torch.randn(2, 3, dtype=torch.float64),
-        torch.tensor(2.5, dtype=torch.bfloat16),
-        torch.randn(3).to(torch.float16),
-        torch.tensor([True, False]),
-        torch.arange(4, dtype=torch.int16)[::2],
-        torch.randn(2, dtype=torch.complex128),
-        torch.zeros(0, 3),
-    ],
-)
-def test_tensors_without_gradient_travel_as_bytes(tensor: torch.Tensor) -> None:
-    meta = TensorMeta.of("x", tensor)
-    packed = pack(meta, tensor)
-    assert packed.dtype is torch.uint8
-    assert packed.dim() == 1
-    assert (packed.shape, packed.dtype) == (room_for(meta, torch.device("cpu")).shape, torch.uint8)
-    arrived = unpack(meta, packed.clone())
-    assert arrived.dtype is tensor.dtype
-    assert torch.equal(arrived, tensor)
-
-
-def test_tensors_with_gradient_travel_as_they_are() -> None:
-    tensor = torch.randn(2, 3, requires_grad=True).t()
-    meta = TensorMeta.of("x", tensor)
-    packed = pack(meta, tensor)
-    room = room_for(meta, torch.device("cpu"))
-    assert (room.shape, room.dtype, room.requires_grad) == (tensor.shape, tensor.dtype, False)
-    assert packed.is_contiguous()
-    assert packed.requires_grad
-    assert torch.equal(packed, tensor)
-    assert unpack(meta, packed) is packed
-
-
-class ComplexStage(nn.Module):
-    index, sent = 0, ("spectrum",)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-        return (torch.complex(x, x),)
-
-
-def test_complex_gradients_do_not_cross() -> None:
-    layer = StageLayer(ComplexStage(), n_stages=2)  # type: ignore[arg-type]
-    (packed,) = layer(torch.ones(2))
-    assert packed.dtype is torch.uint8
-    with pytest.raises(slapo.SlapoError, match=r"'spectrum'.*complex64.*cut the stage elsewhere"):
-        layer(torch.ones(2, requires_grad=True))
-
-
-def test_a_boundary_keeps_its_form() -> None:
-    layer = StageLayer(ComplexStage(), n_stages=2)  # type: ignore[arg-type]
-    layer(torch.ones(2))
-    with pytest.raises(slapo.SlapoError, match=r"stage 0 sends .*\(3,\).* but announced"):
-        layer(torch.ones(3))
 
 
 def test_outputs_that_deepspeed_does_not_look_into() -> None:

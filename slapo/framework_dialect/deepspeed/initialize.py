@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo.framework_dialect.deepspeed.boundary_codec import check_output
+from slapo.errors import SlapoError
 from slapo.framework_dialect.deepspeed.config import DeepSpeedOptions, flat_parameters
 from slapo.framework_dialect.deepspeed.load import quiet
 from slapo.framework_dialect.deepspeed.shares import Shares
@@ -94,6 +94,19 @@ def initialize(
         for parameter, value in exact.items():
             safe_set_full_fp32_param(parameter, value)
     return engine
+
+
+def check_output(output: Any) -> Any:
+    """Return a model's output, in which DeepSpeed prepares the backward by hooks on tensors.
+
+    Without them, bfloat16 gradients of one micro-batch would leak into the next.
+    """
+    if isinstance(output, (Tensor, tuple, list, dict)):
+        return output
+    raise SlapoError(
+        f"the model returns a {type(output).__name__}, in which DeepSpeed finds no tensors; "
+        "return a tensor, a tuple, a list or a dict"
+    )
 
 
 def whole_norm(engine: Any) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from slapo.agreement import all_ranks_or_none
 from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch
+from slapo.framework_dialect.boundary_codec import WIRE_DTYPE, BufferLayout, anchored
 from slapo.framework_dialect.engine import Engine
 from slapo.framework_dialect.megatron.load import megatron_core, quiet
 from slapo.framework_dialect.megatron.optimizers import (
@@ -26,7 +27,7 @@ from slapo.framework_dialect.megatron.optimizers import (
     torch_optimizer,
 )
 from slapo.framework_dialect.megatron.options import MegatronOptions
-from slapo.framework_dialect.megatron.stages import WIRE_DTYPE, BufferLayout, ModelChunk, anchored
+from slapo.framework_dialect.megatron.stages import ModelChunk
 from slapo.framework_dialect.optimizers import inner_optimizers, make_scheduler
 from slapo.framework_dialect.precision import cast_parameters
 from slapo.framework_dialect.runtime import Boundaries, Lowering
