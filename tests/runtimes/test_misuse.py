@@ -164,6 +164,18 @@ def test_replicas_evaluate_any_numbers_of_samples(target: str, options: dict[str
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"data_parallel": "zero"}, "data_parallel is 'zero'; pass 'ddp' or 'fsdp'"),
+        ({"dtype": torch.int8}, "pass torch.float32, torch.bfloat16"),
+        ({"autocast": torch.float32}, "pass torch.bfloat16, torch.float16 or None"),
+        ({"autocast": torch.bfloat16, "dtype": torch.float16}, "leave out auto"),
+        ({"shard_size": 1}, 'needs data_parallel="fsdp"'),
+        ({"shard_size": 3, "data_parallel": "fsdp"}, "a divisor of the mesh's dp=1"),
+        ({"nonfinite": "hope"}, "pass 'step', 'skip' or 'error'"),
+        ({"micro_batch": 2}, "did you mean 'micro_batches'"),
+        ({"clip_grad_norm": 0.0}, "pass a number above 0"),
+        ({"clip_grad_norm": "1"}, "clip_grad_norm is '1'; pass a number above 0"),
+        ({"lr_scheduler": print, "optimizer": None}, "lr_scheduler needs an optimizer"),
+        ({"pipeline_schedule": "x"}, "pipeline_schedule is 'x'; pass '1f1b', 'gpipe'"),
         ({"clip_grad_norm": True}, "clip_grad_norm is True; pass a number"),
         ({"check_batches": "no"}, "check_batches is 'no'; pass True or False"),
         ({"sync_replicated": "no"}, "sync_replicated is 'no'; pass True or False"),
