@@ -167,20 +167,9 @@ class Batch:
             labels[samples:] = IGNORED
         return replace(padded, unpadded=samples)
 
-    def cut_unevenly(self, micro_batches: int) -> list[tuple[Batch, int]]:
-        """Split into batches of equal parts; returns each with its number of parts.
-
-        Any number of samples can be split: a last part may be smaller than the others.
-        """
-        if micro_batches == 1:
-            return [(self, 1)]
-        size = self.samples()
-        if size % micro_batches == 0 and size:
-            return [(self, micro_batches)]
-        length = max(1, -(-size // micro_batches))
-        full, rest = divmod(size, length)
-        parts = [(self.part(0, full * length), full)] if full else []
-        return parts + ([(self.part(full * length, rest), 1)] if rest or not full else [])
+    def most_parts(self, micro_batches: int) -> int:
+        """Number of parts up to `micro_batches` that have a sample each; at least one."""
+        return 1 if micro_batches == 1 else min(micro_batches, max(1, self.samples()))
 
     def _part_size(self, micro_batches: int) -> tuple[int, int]:
         """Size of the parts, and number of parts that are larger by one."""

@@ -154,7 +154,7 @@ class Engine:
             self._refuse_autocast("train_batch")
             self._check_ready("train_batch")
             self.check_between_steps("train_batch")
-            batch = self._load("train_batch", data_iter, cut_evenly=True)
+            batch = self._load("train_batch", data_iter, training=True)
             self._set_training()
             self._check_places(batch.first(self.options.micro_batches), with_loss=True)
             batch = self._weighted(batch, training=True)
@@ -199,32 +199,29 @@ class Engine:
         """
         with self._naming_failures():
             self._refuse_autocast("eval_batch")
-            batch = self._load("eval_batch", data_iter, cut_evenly=False)
+            batch = self._load("eval_batch", data_iter, training=False)
             batch = self._weighted(batch, training=False)
             self._tally, self._outputs = LossAccumulator(), [] if return_outputs else None
             try:
                 with self._evaluating(), torch.no_grad(), self._among_replicas(batch):
-                    cuts = batch.cut_unevenly(self.options.micro_batches)
-                    for part, count in cuts:
-                        self._evaluate(part, count)
-                    self._run_along(cuts)
+                    parts = batch.most_parts(self.options.micro_batches)
+                    self._evaluate(batch, parts)
+                    self._run_along(batch.first(parts), parts)
                     loss = self._begin_mean().loss()
                 return loss if self._outputs is None else (loss, self._outputs)
             finally:
                 self._outputs, self._is_idle = None, False
 
-    def _run_along(self, cuts: list[tuple[Batch, int]]) -> None:
+    def _run_along(self, part: Batch, here: int) -> None:
         """Run extra forwards while other replicas, which gather parameters from here, have data."""
         group = self._gathering_group
         if group is None or not has_peers(group):
             return
-        here = sum(count for _, count in cuts)
         most = torch.tensor(here, device=communication_device(group))
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-        part, count = cuts[-1]
         self._is_idle = True
         for _ in range(int(most) - here):
-            self._evaluate(part.first(count), 1)
+            self._evaluate(part, 1)
 
     def _among_replicas(self, batch: Batch, training: bool = False) -> AbstractContextManager[None]:
         """Context for calls of the model that a library needs if replicas use different layers."""
@@ -245,7 +242,7 @@ class Engine:
         raise NotImplementedError
 
     def _evaluate(self, batch: Batch, parts: int) -> None:
-        """Compute losses of a batch in equal parts."""
+        """Compute losses of a batch in so many parts."""
         for part in batch.cut(parts):
             self._loss(part)
 
@@ -257,7 +254,7 @@ class Engine:
         """Multiply gradients by `scale`, if given, and run one step of the optimizer."""
         raise NotImplementedError
 
-    def _load(self, what: str, data_iter: Iterator[Any], cut_evenly: bool) -> Batch:
+    def _load(self, what: str, data_iter: Iterator[Any], training: bool) -> Batch:
         """Return the next batch; any fault in it is an error on every rank that shares it."""
         if self.options.loss_fn is None:
             raise SlapoError(f"{what} needs a loss; build with loss_fn=")
@@ -265,7 +262,7 @@ class Engine:
         try:
             given = next_batch(data_iter)
             batch = Batch.of(given, self.device, self.options.batch_dims).cast(self.options.half)
-            self._check_form(batch, cut_evenly)
+            self._check_form(batch, training)
         except Exception as raised:
             batch, error = None, raised
         is_checked = self.options.is_checked(self.step_count)
@@ -309,19 +306,19 @@ class Engine:
                 'from loss_fn, or pass loss_mean="micro_batches" if this is intended'
             )
 
-    def _check_form(self, batch: Batch, cut_evenly: bool) -> None:
+    def _check_form(self, batch: Batch, training: bool) -> None:
         """Refuse a batch that cannot be split, and a call that the model does not accept."""
         given = (batch.args, batch.targets)
         shapes = [tensor.shape for tensor in tensors((given, batch.kwargs))]
         form = call_key(given, batch.kwargs), shapes
-        if (form, cut_evenly) == self._form_before:
+        if (form, training) == self._form_before:
             return  # a call of this form was checked before
         count = self.options.micro_batches
         if count > 1:
             batch.check_totals()
-        whole, parts = (batch, count) if cut_evenly else batch.cut_unevenly(count)[0]
-        self._check_call(whole.first(parts), training=cut_evenly)
-        self._form_before = (form, cut_evenly)
+        parts = count if training else batch.most_parts(count)
+        self._check_call(batch.first(parts), training)
+        self._form_before = (form, training)
         self._samples_of_form = batch.samples() if count > 1 else batch.size()
 
     def _check_places(self, part: Batch, with_loss: bool) -> None:
@@ -358,10 +355,10 @@ class Engine:
         assert self.options.loss_fn is not None, "checked before the batch was loaded"
         if self._is_idle:
             return torch.zeros((), device=self.device)
+        output = part.without_padding(output)
         if self._outputs is not None:
             self._outputs.append(output)
-        returned = self.options.loss_fn(part.without_padding(output), part.targets)
-        loss = self._tally.add(returned, part.weight)
+        loss = self._tally.add(self.options.loss_fn(output, part.targets), part.weight)
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise ValueError(
                 "loss_fn returned a loss that does not require a gradient; compute it from the "
