@@ -317,17 +317,11 @@ class BatchCheck:
         elif pp > 1 or tp > 1:
             self.group = mesh.get_group("pp" if tp == 1 else "tp")
 
-    def check(self, what: str, batch: Batch | None, error: Exception | None) -> None:
-        """Raise on all of these ranks if one has an error, or another batch than the first."""
-
-        def ready() -> None:
-            if error is not None:
-                raise error
-
+    def load(self, what: str, read: Callable[[], Batch]) -> Batch:
+        """Return what `read` does; raise on all of these ranks if it fails, or differs, on one."""
         if self.group is None:
-            ready()
-            return
-        all_ranks_or_none(what, ready, self.group)
+            return read()
+        batch = all_ranks_or_none(what, read, self.group)
         same_on_all_ranks(
             f"{what}: the batch of data-parallel coordinate {self._dp}",
             f"{_describe(batch)} with checksum {batch_digest(batch)[1]:x}",
@@ -335,6 +329,7 @@ class BatchCheck:
             "seed and shard the data by mesh.get_local_rank('dp'), so that pp and tp ranks of "
             "one coordinate read the same data",
         )
+        return batch
 
 
 def batch_digest(batch: Any) -> tuple[int, int]:

@@ -258,20 +258,16 @@ class Engine:
         """Return the next batch; any fault in it is an error on every rank that shares it."""
         if self.options.loss_fn is None:
             raise SlapoError(f"{what} needs a loss; build with loss_fn=")
-        batch, error = None, None
-        try:
+
+        def read() -> Batch:
             given = next_batch(data_iter)
             batch = Batch.of(given, self.device, self.options.batch_dims).cast(self.options.half)
             self._check_form(batch, training)
-        except Exception as raised:
-            batch, error = None, raised
-        is_checked = self.options.is_checked(self.step_count)
-        if self._batch_check is not None and is_checked:
-            self._batch_check.check(what, batch, error)
-        elif error is not None:
-            raise error
-        assert batch is not None, "there was no error"
-        return batch
+            return batch
+
+        if self._batch_check is not None and self.options.is_checked(self.step_count):
+            return self._batch_check.load(what, read)
+        return read()
 
     def _weighted(self, batch: Batch, training: bool) -> Batch:
         """Weight the parts of a batch in a mean loss: by their targets, or else their samples."""
