@@ -70,7 +70,7 @@ def initialize(
         sharded = is_counted_slice(parameter)
         parameter.model_parallel = sharded  # type: ignore[attr-defined]
         parameter.tensor_model_parallel = sharded  # type: ignore[attr-defined]
-    with quiet(), _any_layout(model, mesh.get_group("dp")):
+    with quiet(), _without_broadcast(model):
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
@@ -144,21 +144,13 @@ def _undo_first_step(optimizer: Any) -> None:
 
 
 @contextlib.contextmanager
-def _any_layout(model: nn.Module, dp_group: dist.ProcessGroup) -> Iterator[None]:
-    """Let DeepSpeed broadcast parameters of any shape and stride to the replicas.
-
-    DeepSpeed views each parameter as bytes to broadcast it. This needs a contiguous last dimension,
-    and fails on a 0-dim parameter.
-    """
-    scalars: list[Any] = [parameter for parameter in model.parameters() if parameter.dim() == 0]
-    source = dist.get_global_rank(dp_group, 0)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.contiguous()
-    for scalar in scalars:
-        dist.broadcast(scalar.data, src=source, group=dp_group)
-        scalar.ds_optim_param = True  # DeepSpeed's mark for "not replicated"
+def _without_broadcast(model: nn.Module) -> Iterator[None]:
+    """Skip DeepSpeed's broadcast of parameters: replicas are equal, and it fails on 0-dim ones."""
+    parameters: list[Any] = [p for p in model.parameters() if not hasattr(p, "ds_optim_param")]
+    for parameter in parameters:
+        parameter.ds_optim_param = True  # DeepSpeed's mark for "not replicated"
     try:
         yield
     finally:
-        for scalar in scalars:
-            del scalar.ds_optim_param
+        for parameter in parameters:
+            del parameter.ds_optim_param
