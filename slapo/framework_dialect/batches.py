@@ -381,9 +381,6 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tuple(inputs), {}
     if not isinstance(inputs, Mapping):
         raise TypeError(f"inputs is a {type(inputs).__name__}; a batch must be {_EXPECTED}")
-    odd = [key for key in inputs if not isinstance(key, str)]
-    if odd:
-        raise TypeError(f"inputs has the keys {odd}, which cannot name arguments; pass strings")
     return (), dict(inputs)
 
 

@@ -313,7 +313,9 @@ class Engine:
         if count > 1:
             batch.check_totals()
         parts = count if training else batch.most_parts(count)
-        self._check_call(batch.first(parts), training)
+        part = batch.first(parts)  # also refuses a batch that is too small
+        if self.lowering.pipelined is not None:
+            self.lowering.pipelined.bind(part.args, part.kwargs, training)
         self._form_before = (form, training)
         self._samples_of_form = batch.samples() if count > 1 else batch.size()
 
@@ -341,10 +343,6 @@ class Engine:
     def _as_plain(self) -> AbstractContextManager[None]:
         """Context in which fake calls see the model without the wrappers of a library."""
         return nullcontext()
-
-    def _check_call(self, part: Batch, training: bool) -> None:
-        if self.lowering.pipelined is not None:
-            self.lowering.pipelined.bind(part.args, part.kwargs, training)
 
     def _loss_of(self, output: Any, part: Batch) -> Tensor:
         """Compute the loss of a micro-batch, and add it to this step's loss."""

@@ -97,7 +97,6 @@ def test_nothing_to_cut() -> None:
         (rows(2), "the batch is a Tensor; it must be"),
         ((rows(2), rows(2), rows(2)), "the batch is a tuple of length 3; it must be"),
         ((3, rows(2)), "inputs is a int; a batch must be"),
-        (({0: rows(2)}, None), r"inputs has the keys \[0\]"),
         (None, "the batch is a NoneType"),
     ],
 )

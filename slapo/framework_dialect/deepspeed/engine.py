@@ -148,14 +148,12 @@ class DeepSpeedEngine(Engine):
         """Context of a step of DeepSpeed's optimizer, which non-finite gradients may cancel."""
         self._check_gradients()
         optimizer = self.engine.optimizer
-        with self._scaled(scale), self._left_out() if self._is_to_look() else nullcontext():
+        # ZeRO checks gradients by itself.
+        looks = self.options.nonfinite != "step" and not hasattr(optimizer, "overflow")
+        with self._scaled(scale), self._left_out() if looks else nullcontext():
             yield
         if self.options.nonfinite == "error" and getattr(optimizer, "overflow", False):
             self._nonfinite = "not finite"  # ZeRO has checked, and skipped the step
-
-    def _is_to_look(self) -> bool:
-        """Return whether this class has to check gradients: ZeRO does it by itself."""
-        return self.options.nonfinite != "step" and not hasattr(self.engine.optimizer, "overflow")
 
     @contextmanager
     def _left_out(self) -> Iterator[None]:
