@@ -153,7 +153,9 @@ class StagePipelineEngine(PipelineEngine):
     def train_batch(self, data_iter: Any = None) -> Tensor:
         """Same as DeepSpeed's: takes the micro-batches from `data_iter` one by one."""
         self._prepare(trains=True)
-        return super().train_batch(data_iter)
+        loss = super().train_batch(data_iter)
+        self.layer.anchor = None  # it would keep the last buffer
+        return loss
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Same as DeepSpeed's."""
