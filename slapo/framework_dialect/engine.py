@@ -205,23 +205,24 @@ class Engine:
             try:
                 with self._evaluating(), torch.no_grad(), self._among_replicas(batch):
                     parts = batch.most_parts(self.options.micro_batches)
+                    most = self._most_forwards(parts)
                     self._evaluate(batch, parts)
-                    self._run_along(batch.first(parts), parts)
+                    self._is_idle = True
+                    for _ in range(most - parts):
+                        self._evaluate(batch.first(parts), 1)
                     loss = self._begin_mean().loss()
                 return loss if self._outputs is None else (loss, self._outputs)
             finally:
                 self._outputs, self._is_idle = None, False
 
-    def _run_along(self, part: Batch, here: int) -> None:
-        """Run extra forwards while other replicas, which gather parameters from here, have data."""
+    def _most_forwards(self, here: int) -> int:
+        """Largest number of forwards of the replicas that gather parameters from each other."""
         group = self._gathering_group
         if group is None or not has_peers(group):
-            return
+            return here
         most = torch.tensor(here, device=communication_device(group))
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-        self._is_idle = True
-        for _ in range(int(most) - here):
-            self._evaluate(part, 1)
+        return int(most)
 
     def _among_replicas(self, batch: Batch, training: bool = False) -> AbstractContextManager[None]:
         """Context for calls of the model that a library needs if replicas use different layers."""

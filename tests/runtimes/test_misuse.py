@@ -151,7 +151,7 @@ def test_no_step_is_taken_after_one_whose_scheduler_failed() -> None:
 )
 @on_ranks(2)
 def test_replicas_evaluate_any_numbers_of_samples(target: str, options: dict[str, Any]) -> None:
-    """Ranks have 5 and 3 samples, which make 3 and 2 forwards."""
+    """Ranks have 5 and 3 samples, which make 4 and 3 forwards."""
     engine = make(target, (1, 2, 1), **options)
     ids, targets = next(data())
     mine = slice(5, 8) if torch.distributed.get_rank() else slice(0, 5)
