@@ -18,7 +18,6 @@ from slapo.errors import PlacementError, SlapoError, with_nearest
 from slapo.framework_dialect import Engine, Lowering, Runtime, get_dialect_cls
 from slapo.framework_dialect.gradient_check import compare_first_gradients
 from slapo.framework_dialect.replicas import share_wholes
-from slapo.framework_dialect.runtime import Shares
 from slapo.logger import get_logger
 from slapo.node import ScheduleState
 from slapo.optimizers import refuse_earlier_optimizers
@@ -273,9 +272,7 @@ def _build_module(
 ) -> nn.Module:
     _refuse_runtime_features(sch, kwargs)
     check_same_schedule(sch)
-    check_ties(sch.mod, sch.state.ties)
-    _check_shards(sch)
-    _renew_tags(sch)
+    _check_tensors(sch)
     _create(sch, sch.mod, init_weights)
     share_wholes(sch.mod, sch.group, sync_replicated)
     guard_wrappers(sch.mod, sch.group)
@@ -297,9 +294,7 @@ def _prepare(sch: Schedule, runtime: Runtime) -> Lowering:
     whole = sch.mod
     if isinstance(whole, PipelinedModule):
         return _share_out(sch, whole, runtime)
-    check_ties(whole, sch.state.ties)
-    _check_shards(sch)
-    _renew_tags(sch)
+    _check_tensors(sch)
     note_adapters(whole, sch.state.original)
     if not cut_nodes(sch):
         runtime.stages_of_this_rank(1)
@@ -335,7 +330,7 @@ def _create(
     init_weights: bool | Callable[..., Any],
     stages: Sequence[int] = (),
     among: dist.ProcessGroup | None = None,
-    shares: Shares | None = None,
+    shares: Any = None,
 ) -> None:
     """Create the meta tensors that run here, load values of the folder, release other stages."""
     model, group, loader = sch.mod, sch.group, sch.state.loader
@@ -416,18 +411,13 @@ def _first_difference(left: list[Any], right: list[Any]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
-def _check_shards(sch: Schedule) -> None:
-    """Refuse sharded modules that do not compute what the original module does."""
-    if sch.world_size == 1:
-        return
-    # Checks the model and not the tree: a flat trace removes modules inside its leaves from the
-    # tree.
-    check_modules(sch.mod)
-
-
-def _renew_tags(sch: Schedule) -> None:
-    """Put the sharding tags on parameters that the user has replaced by hand."""
+def _check_tensors(sch: Schedule) -> None:
+    """Refuse broken ties, and shards that do not compute what the original module does."""
+    check_ties(sch.mod, sch.state.ties)
+    if sch.world_size > 1:
+        # The model and not the tree: a flat trace removes modules inside its leaves from the tree.
+        check_modules(sch.mod)
     for module in map(innermost, sch.mod.modules()):
         state = sharding_of(module)
         if state is not None:
-            state.attach(module)
+            state.attach(module)  # also tags parameters that the user has replaced by hand

@@ -50,12 +50,24 @@ def all_ranks_or_none(
     """Run ``check`` on each rank; if it raises on any rank, raise on all."""
     if not has_peers(group):
         return check()
-    result, error = _attempt(check)
+    result, error = None, None
+    try:
+        result = check()
+    except Exception as raised:
+        error = raised
     failed = torch.tensor(int(error is not None), device=communication_device(group))
     dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
-    if failed.item():
-        _raise_everywhere(what, error, group)
-    return result  # type: ignore[return-value]  # there was no error
+    if not failed.item():
+        return result  # type: ignore[return-value]  # there was no error
+    texts = gathered(f"{type(error).__name__}: {error}" if error else None, group)
+    if error is not None:
+        raise _raised_by(group, error)
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    found = {rank: text for rank, text in zip(ranks, texts, strict=True) if text is not None}
+    first = next(iter(found))
+    others = f" (and on {len(found) - 1} more: {list(found)[1:]})" if len(found) > 1 else ""
+    text = f"{what} failed on rank {first}{others} with {found[first]}"
+    raise _raised_by(group, SlapoError(text))
 
 
 def same_on_all_ranks(
@@ -175,25 +187,15 @@ class FirstFailure:
         with suppress(RuntimeError):
             self._store.delete_key("failed")
 
-    def wait_for_readers(self, ranks: Callable[[], Iterable[int]]) -> None:
-        """Wait briefly until other ranks have read the failure.
-
-        The store may end with this process.
-        """
+    def wait_for_readers(self, ranks: Iterable[int]) -> None:
+        """Wait briefly until `ranks` have read the failure: the store may end with this process."""
         deadline = time.monotonic() + REPORT_SECONDS
         with suppress(RuntimeError):
             self._store.set(f"read/{self._rank}", "")
             while time.monotonic() < deadline:
-                if self._store.check([f"read/{rank}" for rank in ranks()]):
+                if self._store.check([f"read/{rank}" for rank in ranks]):
                     return
                 time.sleep(0.05)
-
-
-def _attempt(check: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    try:
-        return check(), None
-    except Exception as error:
-        return None, error
 
 
 def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
@@ -203,19 +205,6 @@ def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def _raise_everywhere(what: str, error: Exception | None, group: dist.ProcessGroup | None) -> None:
-    """Raise this rank's own error, or one that reports the failures of other ranks."""
-    texts = gathered(f"{type(error).__name__}: {error}" if error else None, group)
-    if error is not None:
-        raise _raised_by(group, error)
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    failed = {rank: text for rank, text in zip(ranks, texts, strict=True) if text is not None}
-    first = next(iter(failed))
-    others = f" (and on {len(failed) - 1} more: {list(failed)[1:]})" if len(failed) > 1 else ""
-    text = f"{what} failed on rank {first}{others} with {failed[first]}"
-    raise _raised_by(group, SlapoError(text))
 
 
 def _raised_by(group: dist.ProcessGroup | None, error: Exception) -> Exception:

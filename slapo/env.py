@@ -6,10 +6,8 @@ For the meshes of real runs there is :func:`slapo.init_mesh`.
 from __future__ import annotations
 
 import os
-import pickle
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,15 +19,12 @@ from slapo.mesh import leave_together
 
 logger = get_logger()
 
-#: Environment variables set by `setup` and removed by `cleanup`: leftovers look like half a launch.
-_set_here: list[str] = []
-
 
 def setup(rank: int, world_size: int, backend: str = "nccl") -> None:
     """Join the process group of the job, as one of its processes.
 
-    Processes meet at ``MASTER_ADDR`` and ``MASTER_PORT``. The defaults are this machine, and port
-    29500, or any free port for a single process.
+    Processes meet at ``MASTER_ADDR`` and ``MASTER_PORT``. The defaults are this machine and port
+    29500.
 
     Parameters
     ----------
@@ -42,9 +37,7 @@ def setup(rank: int, world_size: int, backend: str = "nccl") -> None:
     Raises
     ------
     ValueError
-        If `rank` is not in the range of `world_size`.
-    RuntimeError
-        If there is a process group already.
+        If `rank` is not in the range of `world_size`, or there is a process group already.
 
     Examples
     --------
@@ -58,16 +51,13 @@ def setup(rank: int, world_size: int, backend: str = "nccl") -> None:
             f"setup: rank {rank} is invalid for {world_size} processes; pass a rank from 0 to "
             "world_size - 1"
         )
-    if dist.is_initialized():
-        raise RuntimeError(
-            f"setup: a process group of {dist.get_world_size()} processes is already "
-            "initialized; call slapo.env.cleanup() first, or skip setup"
-        )
-    _set_default("MASTER_ADDR", "localhost")
-    _set_default("MASTER_PORT", str(_free_port() if world_size == 1 else 29500))
     if backend == "nccl":
         backend = _nccl_or_gloo(rank)
-    dist.init_process_group(backend, rank=rank, world_size=world_size)
+    store = dist.HashStore() if world_size == 1 else None
+    if store is None:
+        os.environ.setdefault("MASTER_ADDR", "localhost")
+        os.environ.setdefault("MASTER_PORT", "29500")
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
 def cleanup() -> None:
@@ -80,8 +70,6 @@ def cleanup() -> None:
     False
     """
     leave_together()
-    while _set_here:
-        os.environ.pop(_set_here.pop(), None)
 
 
 def execute(fn: Callable[..., Any], args: Any) -> None:
@@ -104,7 +92,7 @@ def execute(fn: Callable[..., Any], args: Any) -> None:
     Raises
     ------
     ValueError, TypeError
-        If `args` has no number of processes, or `fn` cannot be sent to other processes.
+        If `args` has no number of processes.
     torch.multiprocessing.ProcessRaisedException
         With the traceback of a process that failed.
 
@@ -122,9 +110,15 @@ def execute(fn: Callable[..., Any], args: Any) -> None:
     elif world_size == 1:
         fn(0, *passed)
     else:
-        _check_sendable(fn, passed)
-        with _meeting_place():
+        # A free port keeps two jobs apart.
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": _free_port()}
+        chosen = {name: value for name, value in place.items() if name not in os.environ}
+        os.environ.update(chosen)
+        try:
             mp.spawn(fn, args=passed, nprocs=world_size)
+        finally:
+            for name in chosen:
+                del os.environ[name]
 
 
 def _world_size(args: Any) -> int:
@@ -134,13 +128,11 @@ def _world_size(args: Any) -> int:
         found = args[0] if args else None
     else:
         found = getattr(args, "world_size", args)
-    if isinstance(found, bool) or not isinstance(found, int):
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
         raise TypeError(
-            f"execute: {args!r} has no number of processes; pass an integer, a tuple that starts "
-            "with it, or a mapping or object with an integer world_size"
+            f"execute: {args!r} has no number of processes; pass a positive integer, a tuple that "
+            "starts with it, or a mapping or object with it as world_size"
         )
-    if found < 1:
-        raise ValueError(f"execute: world_size is {found}; pass a positive integer")
     return found
 
 
@@ -154,40 +146,10 @@ def _launched_rank(world_size: int) -> int:
     return int(os.environ["RANK"])
 
 
-def _check_sendable(fn: Callable[..., Any], passed: tuple[Any, ...]) -> None:
-    try:
-        pickle.dumps((fn, passed))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        name = getattr(fn, "__qualname__", repr(fn))
-        raise TypeError(
-            f"execute: {name} or its arguments cannot be sent to other processes ({error}); define "
-            "the function at the top level of a file, and pass plain values"
-        ) from error
-
-
-@contextmanager
-def _meeting_place() -> Iterator[None]:
-    """Set the address where spawned processes meet; a free port keeps two jobs apart."""
-    before = len(_set_here)
-    _set_default("MASTER_ADDR", "localhost")
-    _set_default("MASTER_PORT", str(_free_port()))
-    try:
-        yield
-    finally:
-        while len(_set_here) > before:
-            os.environ.pop(_set_here.pop(), None)
-
-
-def _set_default(name: str, value: str) -> None:
-    if name not in os.environ:
-        os.environ[name] = value
-        _set_here.append(name)
-
-
-def _free_port() -> int:
+def _free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
+        return str(probe.getsockname()[1])
 
 
 def _nccl_or_gloo(rank: int) -> str:

@@ -74,29 +74,16 @@ def test_within_torchrun_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> 
         env.execute(print, 2)
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({}, "{} has no number of processes"),
-        ((), "() has no number of processes"),
-        ("2", "'2' has no number of processes"),
-        (0, "world_size is 0; pass a positive integer"),
-    ],
-)
-def test_how_many_has_to_be_said(args: Any, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+@pytest.mark.parametrize("args", [{}, (), "2", 0])
+def test_how_many_has_to_be_said(args: Any) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"{args!r} has no number of processes")):
         env.execute(print, args)
-
-
-def test_functions_that_other_processes_cannot_have() -> None:
-    with pytest.raises(TypeError, match="at the top level of a file"):
-        env.execute(lambda rank, n: None, 2)
 
 
 def test_a_rank_outside_and_a_second_group() -> None:
     with pytest.raises(ValueError, match="rank 2 is invalid for 2 processes"):
         env.setup(2, 2)
     env.setup(0, 1, "gloo")
-    with pytest.raises(RuntimeError, match="already"):
+    with pytest.raises(ValueError, match="twice"):
         env.setup(0, 1, "gloo")
     env.cleanup()

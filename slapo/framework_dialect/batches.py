@@ -7,7 +7,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo.agreement import all_ranks_or_none, checksum, extremes, same_on_all_ranks
+from slapo.agreement import all_ranks_or_none, checksum, same_on_all_ranks
 from slapo.errors import SlapoError
 from slapo.mesh import group_among
 from slapo.op.cross_entropy import IGNORED
@@ -30,37 +30,6 @@ _LABELS = (torch.int64, torch.int32)
 
 #: Name or position of an argument -> axis of its samples; None: every micro-batch gets all of it.
 BatchDims = Mapping[str | int, int | None]
-
-
-class WeightedTargets(NamedTuple):
-    """Targets of a loss function, with the counts that weight its mean."""
-
-    given: Any
-    #: count of each sample
-    counts: Tensor
-    #: weight of one target in the batch of all replicas, times the number of replicas
-    each: Tensor
-
-    @property
-    def weight(self) -> Tensor:
-        """Share of these targets in the loss of a step."""
-        return self.counts.sum() * self.each
-
-
-class PaddedTargets(NamedTuple):
-    """Targets of a micro-batch that is padded with a copy of its last sample."""
-
-    given: Any
-    samples: int
-
-    def of_samples(self, output: Any) -> Any:
-        """Remove the outputs of padding from a model's output."""
-
-        def cut(tensor: Tensor) -> Tensor:
-            is_padded = tensor.dim() > 0 and tensor.shape[0] == self.samples + 1
-            return tensor.narrow(0, 0, self.samples) if is_padded else tensor
-
-        return _map(cut, output)
 
 
 def target_counts(batch: Batch, shifts: bool) -> Tensor | None:
@@ -87,6 +56,12 @@ class Batch:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     targets: Any
+    #: number of targets of each sample; None if they are not counted
+    counts: Tensor | None = None
+    #: weight of a counted target, or without counts that of all samples; None: equal to other parts
+    each: Tensor | float | None = None
+    #: number of samples before padding with a copy of the last one; None without padding
+    unpadded: int | None = None
     dims: BatchDims = field(default_factory=dict)
     #: sample axes, known from the batch that this is a part of
     known_axes: tuple[int | None, ...] | None = None
@@ -98,7 +73,7 @@ class Batch:
         args, kwargs = _arguments(inputs)
         given = (args, kwargs, targets)
         args, kwargs, targets = _map(lambda t: t.to(device, non_blocking=True), given)
-        return cls(args, kwargs, targets, dims or {})
+        return cls(args, kwargs, targets, dims=dims or {})
 
     def cast(self, dtype: torch.dtype | None) -> Batch:
         """Cast floating-point arguments to a dtype; None leaves them."""
@@ -110,7 +85,26 @@ class Batch:
 
         return replace(self, args=_map(cast, self.args), kwargs=_map(cast, self.kwargs))
 
-    def weight(self) -> int:
+    @property
+    def weight(self) -> Tensor | float | None:
+        """Weight of the loss of these samples; None if it is equal for all parts of a batch."""
+        if self.counts is None or self.each is None:
+            return self.each
+        return self.counts.sum() * self.each
+
+    def without_padding(self, output: Any) -> Any:
+        """Remove the outputs of padding from a model's output."""
+        size = self.unpadded
+        if size is None:
+            return output
+
+        def cut(tensor: Tensor) -> Tensor:
+            is_padded = tensor.dim() > 0 and tensor.shape[0] == size + 1
+            return tensor.narrow(0, 0, size) if is_padded else tensor
+
+        return _map(cut, output)
+
+    def size(self) -> int:
         """Number of samples for an evaluation; if inputs differ in length, that of the targets."""
         lengths = _lengths(self.targets) or _lengths((self.args, self.kwargs))
         return lengths.pop() if len(lengths) == 1 else 1
@@ -125,7 +119,10 @@ class Batch:
         """Return a range of samples as views; tensors without a sample axis are kept."""
         cut = self._along(lambda leaf, axis: leaf.narrow(axis, start, length))
         targets = _map(lambda t: t.narrow(0, start, length) if t.dim() else t, self.targets)
-        return replace(cut, targets=targets)
+        if self.counts is not None:
+            return replace(cut, targets=targets, counts=self.counts.narrow(0, start, length))
+        each = None if self.each is None else self.each * length / max(1, self.samples())
+        return replace(cut, targets=targets, each=each)
 
     def _along(self, change: Callable[[Tensor, int], Tensor]) -> Batch:
         """Return the batch with `change` applied to each input and its sample axis."""
@@ -168,22 +165,11 @@ class Batch:
         labels = padded.kwargs.get("labels")
         if isinstance(labels, Tensor) and labels.dtype in _LABELS:  # labels of the model's own loss
             labels[samples:] = IGNORED
-        return replace(padded, targets=PaddedTargets(self.targets, samples))
+        return replace(padded, unpadded=samples)
 
-    def cut_unevenly(self, micro_batches: int) -> list[tuple[Batch, int]]:
-        """Split into batches of equal parts; returns each with its number of parts.
-
-        Any number of samples can be split: a last part may be smaller than the others.
-        """
-        if micro_batches == 1:
-            return [(self, 1)]
-        size = self.samples()
-        if size % micro_batches == 0 and size:
-            return [(self, micro_batches)]
-        length = max(1, -(-size // micro_batches))
-        full, rest = divmod(size, length)
-        parts = [(self.part(0, full * length), full)] if full else []
-        return parts + ([(self.part(full * length, rest), 1)] if rest or not full else [])
+    def most_parts(self, micro_batches: int) -> int:
+        """Number of parts up to `micro_batches` that have a sample each; at least one."""
+        return 1 if micro_batches == 1 else min(micro_batches, max(1, self.samples()))
 
     def _part_size(self, micro_batches: int) -> tuple[int, int]:
         """Size of the parts, and number of parts that are larger by one."""
@@ -318,7 +304,7 @@ class BatchCheck:
 
     The pipeline and tensor-parallel ranks of one data-parallel coordinate each load their batch. If
     their loaders drift apart, training continues with wrong gradients. The ranks compare shapes,
-    dtypes and a checksum of the bytes, in one small collective.
+    dtypes and a checksum of the bytes.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -331,28 +317,19 @@ class BatchCheck:
         elif pp > 1 or tp > 1:
             self.group = mesh.get_group("pp" if tp == 1 else "tp")
 
-    def check(self, what: str, batch: Batch | None, error: Exception | None) -> None:
-        """Raise on all of these ranks if one has an error, or another batch than the first."""
-
-        def ready() -> None:
-            if error is not None:
-                raise error
-
+    def load(self, what: str, read: Callable[[], Batch]) -> Batch:
+        """Return what `read` does; raise on all of these ranks if it fails, or differs, on one."""
         if self.group is None:
-            ready()
-            return
-        digest = (0, 0, 0) if batch is None else (1, *batch_digest(batch))
-        largest, smallest = extremes(torch.tensor(digest, dtype=torch.int64), self.group)
-        if bool((largest == smallest).all()) and int(largest[0]) == 1:
-            return
-        all_ranks_or_none(what, ready, self.group)
+            return read()
+        batch = all_ranks_or_none(what, read, self.group)
         same_on_all_ranks(
             f"{what}: the batch of data-parallel coordinate {self._dp}",
-            f"{_describe(batch)} with checksum {digest[2]:x}",
+            f"{_describe(batch)} with checksum {batch_digest(batch)[1]:x}",
             self.group,
             "seed and shard the data by mesh.get_local_rank('dp'), so that pp and tp ranks of "
             "one coordinate read the same data",
         )
+        return batch
 
 
 def batch_digest(batch: Any) -> tuple[int, int]:
@@ -404,9 +381,6 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tuple(inputs), {}
     if not isinstance(inputs, Mapping):
         raise TypeError(f"inputs is a {type(inputs).__name__}; a batch must be {_EXPECTED}")
-    odd = [key for key in inputs if not isinstance(key, str)]
-    if odd:
-        raise TypeError(f"inputs has the keys {odd}, which cannot name arguments; pass strings")
     return (), dict(inputs)
 
 

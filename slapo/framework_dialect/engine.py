@@ -23,8 +23,6 @@ from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import (
     Batch,
     BatchCheck,
-    PaddedTargets,
-    WeightedTargets,
     batch_digest,
     next_batch,
     target_counts,
@@ -34,12 +32,10 @@ from slapo.framework_dialect.gradient_check import GradientCheck
 from slapo.framework_dialect.losses import (
     LossAccumulator,
     LossReducer,
-    PendingLoss,
     shifts_labels,
 )
 from slapo.framework_dialect.optimizers import inner_optimizers
 from slapo.framework_dialect.options import TrainingOptions
-from slapo.framework_dialect.precision import buffers_named
 from slapo.framework_dialect.replicas import share_over_mesh
 from slapo.framework_dialect.runtime import Lowering
 from slapo.graph.trace.nests import call_key, tensors
@@ -97,7 +93,6 @@ class Engine:
         dtype = options.half or next(floating, None)
         self._loss_mean = LossReducer(options.mesh, self.device, self.last_pp_rank, dtype)
         self._tally = LossAccumulator()
-        self._weight: float | None = None
         self._outputs: list[Any] | None = None
         self._shifts_labels = shifts_labels(lowering)
         self._has_warned = False
@@ -128,14 +123,6 @@ class Engine:
         """Coordinate along the pipeline of the rank that runs a stage."""
         return stage
 
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Explain errors of a step: by the rank that failed first, by dtypes of buffers."""
-        half = self.options.half
-        named = nullcontext() if half is None else buffers_named(self.module, half)
-        with self._naming_failures(), named:
-            yield
-
     # --- with a loss function ----------------------------------------------------------------
     def train_batch(self, data_iter: Iterator[Any]) -> Tensor:
         """Run one step on the next batch: forward, backward, optimizer.
@@ -163,19 +150,15 @@ class Engine:
             If ranks got different batches, the model was not traced for such inputs, or an earlier
             step failed in a way that cannot be undone.
         """
-        with self._running():
+        with self._naming_failures():
             self._refuse_autocast("train_batch")
             self._check_ready("train_batch")
-            if self._backwards:
-                raise SlapoError(
-                    f"train_batch: {self._backwards} earlier backward() calls were not followed "
-                    "by step(), and their gradients would add to this batch's; call step() first"
-                )
-            batch = self._load("train_batch", data_iter, cut_evenly=True)
+            self.check_between_steps("train_batch")
+            batch = self._load("train_batch", data_iter, training=True)
             self._set_training()
             self._check_places(batch.first(self.options.micro_batches), with_loss=True)
             batch = self._weighted(batch, training=True)
-            self._tally, self._weight = LossAccumulator(self.options.micro_batches), None
+            self._tally = LossAccumulator(self.options.micro_batches)
             with self._all_or_nothing():
                 loss = self._train(batch)
             self._refuse_nonfinite()
@@ -190,7 +173,7 @@ class Engine:
         self._optimizer_step(mean.scale())
         return mean.loss()
 
-    def _begin_mean(self) -> PendingLoss:
+    def _begin_mean(self) -> LossReducer:
         """Start the reduction of this step's loss and of the factor for gradients."""
         return self._loss_mean.begin(self._tally, self.options.is_checked(self.step_count))
 
@@ -214,35 +197,32 @@ class Engine:
             With `return_outputs`: the model's output for each micro-batch, on the ranks that run
             the last stage; empty on the others.
         """
-        with self._running():
+        with self._naming_failures():
             self._refuse_autocast("eval_batch")
-            batch = self._load("eval_batch", data_iter, cut_evenly=False)
+            batch = self._load("eval_batch", data_iter, training=False)
             batch = self._weighted(batch, training=False)
             self._tally, self._outputs = LossAccumulator(), [] if return_outputs else None
             try:
                 with self._evaluating(), torch.no_grad(), self._among_replicas(batch):
-                    cuts = batch.cut_unevenly(self.options.micro_batches)
-                    for part, count in cuts:
-                        self._weight = part.weight() / count
-                        self._evaluate(part, count)
-                    self._run_along(cuts)
+                    parts = batch.most_parts(self.options.micro_batches)
+                    most = self._most_forwards(parts)
+                    self._evaluate(batch, parts)
+                    self._is_idle = True
+                    for _ in range(most - parts):
+                        self._evaluate(batch.first(parts), 1)
                     loss = self._begin_mean().loss()
                 return loss if self._outputs is None else (loss, self._outputs)
             finally:
                 self._outputs, self._is_idle = None, False
 
-    def _run_along(self, cuts: list[tuple[Batch, int]]) -> None:
-        """Run extra forwards while other replicas, which gather parameters from here, have data."""
+    def _most_forwards(self, here: int) -> int:
+        """Largest number of forwards of the replicas that gather parameters from each other."""
         group = self._gathering_group
         if group is None or not has_peers(group):
-            return
-        here = sum(count for _, count in cuts)
+            return here
         most = torch.tensor(here, device=communication_device(group))
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-        part, count = cuts[-1]
-        self._is_idle = True
-        for _ in range(int(most) - here):
-            self._evaluate(part.first(count), 1)
+        return int(most)
 
     def _among_replicas(self, batch: Batch, training: bool = False) -> AbstractContextManager[None]:
         """Context for calls of the model that a library needs if replicas use different layers."""
@@ -263,61 +243,50 @@ class Engine:
         raise NotImplementedError
 
     def _evaluate(self, batch: Batch, parts: int) -> None:
-        """Compute losses of a batch in equal parts."""
+        """Compute losses of a batch in so many parts."""
         for part in batch.cut(parts):
             self._loss(part)
 
     def _loss(self, part: Batch) -> Tensor:
         """Compute the loss of a micro-batch, without a pipeline."""
-        return self._loss_of(self._call(*part.args, **part.kwargs), part.targets)
+        return self._loss_of(self._call(*part.args, **part.kwargs), part)
 
     def _optimizer_step(self, scale: Tensor | None) -> None:
         """Multiply gradients by `scale`, if given, and run one step of the optimizer."""
         raise NotImplementedError
 
-    def _load(self, what: str, data_iter: Iterator[Any], cut_evenly: bool) -> Batch:
+    def _load(self, what: str, data_iter: Iterator[Any], training: bool) -> Batch:
         """Return the next batch; any fault in it is an error on every rank that shares it."""
         if self.options.loss_fn is None:
             raise SlapoError(f"{what} needs a loss; build with loss_fn=")
-        batch, error = None, None
-        try:
+
+        def read() -> Batch:
             given = next_batch(data_iter)
             batch = Batch.of(given, self.device, self.options.batch_dims).cast(self.options.half)
-            self._check_form(batch, cut_evenly)
-        except Exception as raised:
-            batch, error = None, raised
-        is_checked = self.options.is_checked(self.step_count)
-        if self._batch_check is not None and is_checked:
-            self._batch_check.check(what, batch, error)
-        elif error is not None:
-            raise error
-        assert batch is not None, "there was no error"
-        return batch
+            self._check_form(batch, training)
+            return batch
+
+        if self._batch_check is not None and self.options.is_checked(self.step_count):
+            return self._batch_check.load(what, read)
+        return read()
 
     def _weighted(self, batch: Batch, training: bool) -> Batch:
-        """Weight the parts of a batch in a mean loss by their number of targets."""
-        if self.options.loss_mean != "targets":
-            return batch
-        counts = target_counts(batch, self._shifts_labels)
-        if counts is None:
+        """Weight the parts of a batch in a mean loss: by their targets, or else their samples."""
+        by_targets = self.options.loss_mean == "targets"
+        counts = target_counts(batch, self._shifts_labels) if by_targets else None
+        if counts is not None:
+            each: Tensor | float = 1.0
+            if training:
+                total = counts.sum()
+                if self.mesh.shape[1] > 1:
+                    dist.all_reduce(total, group=self.mesh.get_group("dp"))
+                each = self.mesh.shape[1] / total.clamp(min=1)
+            return replace(batch, counts=counts, each=each)
+        if by_targets:
             self._warn_of_padding(batch)
-            return self._weighted_by_samples(batch) if training else batch
-        each = torch.ones((), device=counts.device)
         if training:
-            total = counts.sum()
-            if self.mesh.shape[1] > 1:
-                dist.all_reduce(total, group=self.mesh.get_group("dp"))
-            each = self.mesh.shape[1] / total.clamp(min=1)
-        return replace(batch, targets=WeightedTargets(batch.targets, counts, each))
-
-    def _weighted_by_samples(self, batch: Batch) -> Batch:
-        """Weight the parts of a batch by their number of samples, if these differ."""
-        parts = self.options.micro_batches
-        if parts == 1 or batch.samples() % parts == 0:
-            return batch
-        size = batch.samples()
-        counts = torch.ones(size, device=self.device)
-        return replace(batch, targets=WeightedTargets(batch.targets, counts, counts[0] / size))
+            return replace(batch, each=1.0) if by_targets else batch
+        return replace(batch, each=float(batch.size()))
 
     def _warn_of_padding(self, batch: Batch) -> None:
         """Warn once if micro-batches of different lengths have equal weights in the loss."""
@@ -334,20 +303,22 @@ class Engine:
                 'from loss_fn, or pass loss_mean="micro_batches" if this is intended'
             )
 
-    def _check_form(self, batch: Batch, cut_evenly: bool) -> None:
+    def _check_form(self, batch: Batch, training: bool) -> None:
         """Refuse a batch that cannot be split, and a call that the model does not accept."""
         given = (batch.args, batch.targets)
         shapes = [tensor.shape for tensor in tensors((given, batch.kwargs))]
         form = call_key(given, batch.kwargs), shapes
-        if (form, cut_evenly) == self._form_before:
+        if (form, training) == self._form_before:
             return  # a call of this form was checked before
         count = self.options.micro_batches
         if count > 1:
             batch.check_totals()
-        whole, parts = (batch, count) if cut_evenly else batch.cut_unevenly(count)[0]
-        self._check_call(whole.first(parts), training=cut_evenly)
-        self._form_before = (form, cut_evenly)
-        self._samples_of_form = batch.samples() if count > 1 else batch.weight()
+        parts = count if training else batch.most_parts(count)
+        part = batch.first(parts)  # also refuses a batch that is too small
+        if self.lowering.pipelined is not None:
+            self.lowering.pipelined.bind(part.args, part.kwargs, training)
+        self._form_before = (form, training)
+        self._samples_of_form = batch.samples() if count > 1 else batch.size()
 
     def _check_places(self, part: Batch, with_loss: bool) -> None:
         """Run the placement check before the first batch trains."""
@@ -374,23 +345,15 @@ class Engine:
         """Context in which fake calls see the model without the wrappers of a library."""
         return nullcontext()
 
-    def _check_call(self, part: Batch, training: bool) -> None:
-        if self.lowering.pipelined is not None:
-            self.lowering.pipelined.bind(part.args, part.kwargs, training)
-
-    def _loss_of(self, output: Any, targets: Any) -> Tensor:
+    def _loss_of(self, output: Any, part: Batch) -> Tensor:
         """Compute the loss of a micro-batch, and add it to this step's loss."""
         assert self.options.loss_fn is not None, "checked before the batch was loaded"
         if self._is_idle:
             return torch.zeros((), device=self.device)
+        output = part.without_padding(output)
         if self._outputs is not None:
             self._outputs.append(output)
-        weight: Tensor | float | None = self._weight
-        if isinstance(targets, PaddedTargets):
-            output, targets = targets.of_samples(output), targets.given
-        if isinstance(targets, WeightedTargets):
-            targets, weight = targets.given, targets.weight
-        loss = self._tally.add(self.options.loss_fn(output, targets), weight)
+        loss = self._tally.add(self.options.loss_fn(output, part.targets), part.weight)
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise ValueError(
                 "loss_fn returned a loss that does not require a gradient; compute it from the "
@@ -410,7 +373,7 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; not with pipeline stages."""
         self._refuse_pipeline("a call of the engine")
-        with self._running():
+        with self._naming_failures():
             part = Batch(args, kwargs, None).cast(self.options.half)
             if torch.is_grad_enabled() and self.module.training:
                 self._check_places(part, with_loss=False)
@@ -422,7 +385,7 @@ class Engine:
         Several calls before a `step` accumulate their gradients.
         """
         self._refuse_pipeline("backward()")
-        with self._running():
+        with self._naming_failures():
             self._check_backward()
             with self._all_or_nothing():
                 self._backward(loss)
@@ -431,7 +394,7 @@ class Engine:
     def step(self) -> None:
         """Run one optimizer step on the gradients of `backward`; not with pipeline stages."""
         self._refuse_pipeline("step()")
-        with self._running():
+        with self._naming_failures():
             self._check_ready("step()")
             if not self._backwards:
                 raise SlapoError("step() has no gradients; call engine.backward(loss) first")
@@ -486,11 +449,7 @@ class Engine:
     def _check_ready(self, what: str) -> None:
         if self.optimizer is None:
             raise SlapoError(f"{what} needs an optimizer; build with optimizer=")
-        if self._failure is not None:
-            raise SlapoError(
-                f"{what}: an earlier step failed with {self._failure} and left partial gradients "
-                "in this engine; build a new engine, and load the state of the last step"
-            )
+        self._refuse_failed(what)
         if not self.options.is_checked(self.step_count):
             return
         # By name: FSDP2 replaces the Parameter objects.
@@ -625,7 +584,7 @@ class Engine:
         OSError
             If a file cannot be written; training can continue.
         """
-        with self._running():
+        with self._naming_failures():
             self.check_between_steps("engine.save")
             previous, self._saving = self._saving, None
             if previous is not None:
@@ -660,7 +619,7 @@ class Engine:
             If there is no complete step, or it is of another model, optimizer or format, or is
             damaged; on every rank, before anything changes.
         """
-        with self._running():
+        with self._naming_failures():
             self.check_between_steps("engine.load")
             if self._saving is not None:
                 self._saving.result()
@@ -678,15 +637,18 @@ class Engine:
 
     def check_between_steps(self, what: str) -> None:
         """Refuse an engine whose last step has failed or is unfinished."""
-        if self._failure is not None:
-            raise SlapoError(
-                f"{what}: an earlier step failed with {self._failure}; build a new engine, and "
-                "load the last saved step"
-            )
+        self._refuse_failed(what)
         if self._backwards:
             raise SlapoError(
-                f"{what}: {self._backwards} earlier backward() calls lack a step(), and "
-                "gradients are not saved; call step() first"
+                f"{what}: {self._backwards} earlier backward() calls were not followed by step(), "
+                "which has to use up their gradients; call step() first"
+            )
+
+    def _refuse_failed(self, what: str) -> None:
+        if self._failure is not None:
+            raise SlapoError(
+                f"{what}: an earlier step failed with {self._failure} and left partial results in "
+                "this engine; build a new engine, and load the last saved step"
             )
 
     def parameters(self) -> Iterator[nn.Parameter]:

@@ -2,23 +2,21 @@
 
 A failed rank leaves others in collectives. These break when its process ends, or time out if it
 hangs, and their own error mentions only a socket. So a failing rank records the failure in the
-job's store before it leaves its step, and a rank whose collective breaks reads it there. A killed
-process records nothing; the ranks on its machine detect that it is gone.
+job's store before it leaves its step, and a rank whose collective breaks reads it there. A rank
+that was killed or hangs records nothing: it is the one that does not look there either.
 
-Nothing runs beside the training: no thread, no signal handler, no exit. The launcher ends the
-processes; torchrun does so at once.
+Nothing runs beside the training: no thread, no signal handler, no exit. The launcher watches and
+ends the processes; torchrun does so at once.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing import util
 
@@ -51,7 +49,6 @@ class Failures:
         client.set_timeout(_STORE_TIMEOUT)
         self._store = dist.PrefixStore(f"slapo/failures/{number}", client)
         self._failure = FirstFailure(self._store, self._rank)
-        self._store.set(f"process/{self._rank}", json.dumps((_machine(), os.getpid())))
         self._has_reported = False
         # Runs at the end of ordinary processes and of those started by multiprocessing.
         util.Finalize(None, self._report_uncaught, exitpriority=0)
@@ -80,7 +77,7 @@ class Failures:
     def _report(self, error: BaseException) -> None:
         self._has_reported = True
         what = f"failed with {type(error).__name__}: {str(error)[:500]}"
-        self._failure.report(f"{self._describe(self._rank)} {what}")
+        self._failure.report(f"{describe_rank(self._places, self._rank)} {what}")
 
     def _report_uncaught(self) -> None:
         # At exit: an error between two steps was not recorded yet. `sys.exc_info` has it in
@@ -90,55 +87,29 @@ class Failures:
             self._report(error)
 
     def _cause(self) -> str:
-        # Ranks on other machines may detect first which process is gone.
+        ranks = range(dist.get_world_size())
         deadline = time.monotonic() + REPORT_SECONDS
-        # The store ends with the process that keeps it, perhaps during this loop.
-        keeper = self._describe(0)
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            keeper = "the launcher"
-        cause = f"{keeper}, which hosts the job's store, is gone"
-        with suppress(RuntimeError):
-            self._store.set(f"waiting/{self._rank}", "")
-            while time.monotonic() < deadline:
-                gone = set(range(dist.get_world_size())) - set(self._running())
-                if gone:
-                    who = self._describe(min(gone))
-                    text = f"{who} died without reporting an error: its process is gone"
-                    self._failure.report(text)  # no effect if a failure is recorded already
-                first = self._failure.reported()
-                if first:
-                    self._failure.wait_for_readers(self._running)
-                    return first
-                cause = self._silent_ranks()
-                time.sleep(0.1)
-        return cause
-
-    def _silent_ranks(self) -> str:
-        others = [rank for rank in range(dist.get_world_size()) if rank != self._rank]
-        silent = [self._describe(r) for r in others if not self._store.check([f"waiting/{r}"])]
-        if not silent:
-            return "all ranks wait for each other, and none reported an error"
-        shown = f"{', '.join(silent[:4])}{' and others' if silent[4:] else ''}"
-        return f"no response from {shown}, which may be hanging or on a lost machine"
-
-    def _running(self) -> list[int]:
-        return [rank for rank in range(dist.get_world_size()) if self._is_running(rank)]
-
-    def _is_running(self, rank: int) -> bool:
-        """Return whether a process exists; True if it cannot be checked from this machine."""
-        if not self._store.check([f"process/{rank}"]):
-            return True
-        machine, pid = json.loads(self._store.get(f"process/{rank}"))
-        if machine != _machine():
-            return True
         try:
-            os.kill(pid, 0)
-        except OSError as error:  # the process may exist without permission to signal it
-            return not isinstance(error, ProcessLookupError)
-        return True
+            self._store.set(f"waiting/{self._rank}", "")
+            while not (first := self._failure.reported()):
+                silent = [r for r in ranks if not self._store.check([f"waiting/{r}"])]
+                if not silent or time.monotonic() > deadline:
+                    self._failure.report(self._describe_silent(silent))
+                time.sleep(0.1)
+            self._failure.wait_for_readers(ranks)
+            return first
+        except RuntimeError:  # the store ends with the process that keeps it
+            keeper = describe_rank(self._places, 0)
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                keeper = "the launcher"
+            return f"{keeper}, which hosts the job's store, is gone"
 
-    def _describe(self, rank: int) -> str:
-        return describe_rank(self._places, rank)
+    def _describe_silent(self, ranks: list[int]) -> str:
+        if not ranks:
+            return "all ranks wait for each other, and none reported an error"
+        names = ", ".join(describe_rank(self._places, rank) for rank in ranks[:4])
+        more = " and others" if ranks[4:] else ""
+        return f"no response from {names}{more}, which may be hanging, killed or on a lost machine"
 
 
 _current: Failures | None = None
@@ -157,11 +128,3 @@ def naming_failures(mesh: DeviceMesh) -> Callable[[], AbstractContextManager[Non
         _number += 1
         _current, _job = Failures(mesh, store, _number), weakref.ref(store)
     return _current.named
-
-
-def _machine() -> str:
-    """Name shared by processes that see each other's process ids: host and PID namespace."""
-    try:
-        return f"{platform.node()}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not Linux
-        return platform.node()

@@ -7,7 +7,6 @@ These differ on average as much as the gradients do, while norms of partial grad
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -42,7 +41,11 @@ class GradientCheck:
         self._digests: dict[str, Tensor] = {}
         self.parameters: dict[str, Parameter] = {}
         if group is not None and has_peers(group):
-            self.parameters = dict(_replicated(module))
+            self.parameters = {
+                name: parameter
+                for name, parameter in module.named_parameters()
+                if parameter.requires_grad and not is_tensor_parallel(parameter)
+            }
         self._seeds = {name: seed for seed, name in enumerate(self.parameters)}
 
     @torch.no_grad()
@@ -85,12 +88,6 @@ class GradientCheck:
                     wrong[0].rpartition(".")[0],
                 )
             )
-
-
-def _replicated(module: nn.Module) -> Iterator[tuple[str, Parameter]]:
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and not is_tensor_parallel(parameter):
-            yield name, parameter
 
 
 def compare_first_gradients(module: nn.Module, group: dist.ProcessGroup | None) -> None:

@@ -10,7 +10,6 @@ half the traffic, but lose its last bits.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -25,7 +24,7 @@ from slapo.sharding.tags import SHARERS, is_tensor_parallel
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
-# DDP's size: large enough for full bandwidth, small enough to overlap copies with traffic.
+# DDP's size: large enough for full bandwidth, small enough in memory.
 _BUCKET_BYTES = 25 * 2**20
 
 
@@ -39,16 +38,8 @@ def reduce_gradients(
     """Replace each gradient by its mean, or its sum, over the ranks of a group."""
     if group is None or group.size() == 1:
         return
-    under_way: deque[Iterator[None]] = deque()
     for bucket in _buckets([p for p in distinct(params) if p.requires_grad], bucket_bytes):
-        # At most two in flight, since each holds memory.
-        if len(under_way) == 2:
-            next(under_way.popleft(), None)
-        reduction = _reduction(bucket, group, group.size() if mean else 1)
-        next(reduction)
-        under_way.append(reduction)
-    for reduction in under_way:
-        next(reduction, None)
+        _reduce(bucket, group, group.size() if mean else 1)
 
 
 @torch.no_grad()
@@ -66,16 +57,6 @@ def sum_copies(copies: Sequence[Parameter], group: dist.ProcessGroup | None) -> 
     reduce_gradients([first], group, mean=False)
     for other in others:
         _set_gradient(other, first.grad)
-
-
-@torch.no_grad()
-def share_copies(copies: Sequence[Parameter], group: dist.ProcessGroup | None) -> None:
-    """Set every copy of a tied parameter to the values of the first one in `group`."""
-    first, *others = map(local_part, copies)
-    if group is not None:
-        dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
-    for other in others:
-        other.copy_(first)
 
 
 def is_counted_slice(param: Tensor) -> bool:
@@ -141,8 +122,8 @@ def distinct(params: Iterable[Parameter]) -> list[Parameter]:
 
 
 # --- buckets -------------------------------------------------------------------------------------
-def _reduction(params: list[Parameter], group: dist.ProcessGroup, divisor: int) -> Iterator[None]:
-    """Start summing gradients in one flat buffer; resume the generator to finish.
+def _reduce(params: list[Parameter], group: dist.ProcessGroup, divisor: int) -> None:
+    """Sum gradients in one flat buffer.
 
     The buffer ends with a count of ranks per gradient, so that every rank sends the same layout
     even if its gradients differ.
@@ -156,17 +137,13 @@ def _reduction(params: list[Parameter], group: dist.ProcessGroup, divisor: int) 
     flat[-n:] = 1 if all(present) else flat.new_tensor(present)
     if any(present):
         _copy(params, slots, to_slots=True)
-    work = dist.all_reduce(flat, group=group, async_op=True)
-    yield
-    assert work is not None
-    work.wait()
+    dist.all_reduce(flat, group=group)
     if not all(present):  # reading the counts synchronizes the host
         for param, count in zip(params, flat[-n:].tolist(), strict=True):
             if param.grad is None and count:
                 param.grad = torch.zeros_like(param)
     if any(param.grad is not None for param in params):
-        if divisor != 1:
-            flat.div_(divisor)
+        flat.div_(divisor)
         _copy(params, slots, to_slots=False)
 
 

@@ -99,8 +99,10 @@ class LossReducer:
         self._wide = torch.float32 if device.type == "mps" else torch.float64
         #: true if the loss function returns counts; None before the first reduction
         self.counts: bool | None = None
+        self._work: Any = None
+        self._read: tuple[Tensor, Tensor | None] | None = None
 
-    def begin(self, tally: LossAccumulator, check: bool) -> PendingLoss:
+    def begin(self, tally: LossAccumulator, check: bool) -> LossReducer:
         """Start the single collective of the world that a step needs for its loss.
 
         With `check`, the losses of tensor-parallel ranks are compared: they must be equal.
@@ -116,29 +118,9 @@ class LossReducer:
                 )
             own = found[self._place]
             own[0], own[1], own[2] = total, tally.count, float(bool(tally.counts))
-        work = dist.all_reduce(found, async_op=True) if self._has_peers else None
-        return PendingLoss(self, found, work, check and self.tp > 1)
-
-    def compare(self, means: list[float]) -> None:
-        """Raise if tensor-parallel ranks computed different losses."""
-        low, high = min(means), max(means)
-        if high - low > self._spread * max(abs(low), abs(high)):
-            shown = ", ".join(f"{mean:.6g}" for mean in means)
-            raise on_every_rank(
-                SlapoError(
-                    "tensor-parallel ranks computed different losses for the same batch: "
-                    f"{shown}; the schedule lacks a collective after a shard, or random numbers "
-                    "differ outside of fork_rng(). Find the module with slapo.Verify"
-                )
-            )
-
-
-class PendingLoss:
-    """Mean of a step's losses while the reduction runs; see :meth:`LossReducer.begin`."""
-
-    def __init__(self, reducer: LossReducer, found: Tensor, work: Any, check: bool) -> None:
-        self._reducer, self._found, self._work, self._check = reducer, found, work, check
-        self._read: tuple[Tensor, Tensor | None] | None = None
+        self._work = dist.all_reduce(found, async_op=True) if self._has_peers else None
+        self._found, self._check, self._read = found, check and self.tp > 1, None
+        return self
 
     def scale(self) -> Tensor | None:
         """Factor for gradients before the optimizer's step, if these belong to sums.
@@ -146,7 +128,7 @@ class PendingLoss:
         None if they belong to means. Once that is established, it does not wait, so the optimizer's
         step hides the reduction.
         """
-        return None if self._reducer.counts is False and not self._check else self._wait()[1]
+        return None if self.counts is False and not self._check else self._wait()[1]
 
     def loss(self) -> Tensor:
         """The 0-dim float32 loss, the same on every rank."""
@@ -160,13 +142,24 @@ class PendingLoss:
             # Where the count is 0, so is the sum.
             counts = torch.where(counts == 0, 1, counts)
             means = sums / counts
-            if self._reducer.counts is None:
-                self._reducer.counts = bool(marks[0].item())
+            if self.counts is None:
+                self.counts = bool(marks[0].item())
             if self._check:
-                self._reducer.compare(means.tolist())
-            scale = self._reducer.dp / counts[0] if self._reducer.counts else None
-            self._read = means[0].float(), scale
+                self._compare(means.tolist())
+            self._read = means[0].float(), self.dp / counts[0] if self.counts else None
         return self._read
+
+    def _compare(self, means: list[float]) -> None:
+        low, high = min(means), max(means)
+        if high - low > self._spread * max(abs(low), abs(high)):
+            shown = ", ".join(f"{mean:.6g}" for mean in means)
+            raise on_every_rank(
+                SlapoError(
+                    "tensor-parallel ranks computed different losses for the same batch: "
+                    f"{shown}; the schedule lacks a collective after a shard, or random numbers "
+                    "differ outside of fork_rng(). Find the module with slapo.Verify"
+                )
+            )
 
 
 def _one_number(loss: Any) -> Tensor:

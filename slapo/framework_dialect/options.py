@@ -190,10 +190,12 @@ class TrainingOptions:
                 f"a mesh with pp={self.mesh.shape[0]} needs a loss; pass loss_fn=f, where "
                 "f(output, target) returns the mean loss of a micro-batch, or (sum, count)"
             )
-        if self.lr_scheduler is not None and not self._has_optimizer():
+        if self.lr_scheduler is not None and not self.has_optimizer:
             raise ValueError("lr_scheduler needs an optimizer; pass optimizer= too")
 
-    def _has_optimizer(self) -> bool:
+    @property
+    def has_optimizer(self) -> bool:
+        """Return whether the model trains."""
         return self.optimizer is not None
 
     @property

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import nn
 
@@ -17,8 +13,6 @@ HALVES = tuple(HALF_NAMES.values())
 
 #: Initial loss scale of a model in float16.
 INITIAL_SCALE = 2.0**16
-
-_TWO_DTYPES = re.compile(r"same (d)?type|scalar type|dtype", re.IGNORECASE)
 
 
 def half_of(module: nn.Module) -> torch.dtype | None:
@@ -43,25 +37,6 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     for parameter in module.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
-
-
-@contextmanager
-def buffers_named(module: nn.Module, half: torch.dtype) -> Iterator[None]:
-    """Add the buffers that kept their dtype to an error about mixed dtypes in the block."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, SlapoError) or not _TWO_DTYPES.search(str(error)):
-            raise
-        buffers = module.named_buffers()
-        kept = [n for n, b in buffers if b.is_floating_point() and b.dtype != half]
-        if not kept:
-            raise
-        raise SlapoError(
-            f"{error}. The model computes in {half}: parameters and inputs are converted, but "
-            f"buffers are not: {kept[:5]}. Convert those that it computes with before the "
-            "schedule is created, or where they are used: x + self.table.to(x.dtype)"
-        ) from error
 
 
 class LossScale:

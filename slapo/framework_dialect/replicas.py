@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from slapo.framework_dialect.gradients import distinct
 from slapo.framework_dialect.runtime import Lowering
 from slapo.mesh import new_group
 from slapo.pipeline import Stage
+from slapo.sharding.slicing import local_part
 from slapo.sharding.tags import SHARERS, is_tensor_parallel
 
 Named = Sequence[tuple[str, Tensor]]
@@ -42,16 +43,11 @@ class SharedParameter:
         return distinct(stage.get_parameter(name) for stage, name in self.places)
 
 
-def shared_parameters(
-    lowering: Lowering,
-    columns: Sequence[Sequence[int]],
-    rank_of: Callable[[int], int] = lambda stage: stage,
+def _shared_parameters(
+    lowering: Lowering, mesh: DeviceMesh, rank_of: Callable[[int], int]
 ) -> list[SharedParameter]:
-    """This rank's parameters that several stages share, in one order on all ranks.
-
-    A collective of the world. `columns` has, for every position within a stage, the global ranks
-    along the pipeline; `rank_of` maps a stage to its position in a column.
-    """
+    """This rank's parameters that several stages share, in one order on all ranks."""
+    columns = mesh.mesh.flatten(1).t().tolist()  # for every position in a stage, the pipeline
     made: dict[tuple[int, ...], Group] = {}
     found = []
     here = dist.get_rank()
@@ -78,23 +74,36 @@ def share_over_mesh(
     sync: bool,
     rank_of: Callable[[int], int] = lambda stage: stage,
 ) -> list[SharedParameter]:
-    """`share_values` of a lowered schedule over a mesh; returns parameters shared by stages."""
-    shared = shared_parameters(lowering, mesh.mesh.flatten(1).t().tolist(), rank_of)
-    groups = {dim: mesh.get_group(dim) for dim in ("tp", "dp")}
-    share_values(lowering.module, groups, shared, lowering.created, sync)
+    """`_share_values` of a lowered schedule over a mesh; returns parameters shared by stages.
+
+    A collective of the world. `rank_of` maps a stage to its coordinate along the pipeline.
+    """
+    shared = _shared_parameters(lowering, mesh, rank_of)
+    tp, dp = mesh.get_group("tp"), mesh.get_group("dp")
+    _share_values(lowering.module, tp, dp, shared, lowering.created, sync)
     return shared
 
 
+def share_copies(shared: SharedParameter) -> None:
+    """Set every copy of a parameter to the values of the first one."""
+    first, *others = (local_part(copy.detach()) for copy in shared.copies)
+    if shared.group is not None:
+        _broadcast(first, shared.group)
+    for other in others:
+        other.copy_(first)
+
+
 def share_wholes(module: nn.Module, group: Group, sync: bool = False) -> None:
-    """`share_values` of tensors replicated over the tensor-parallel group. A collective of it."""
+    """`_share_values` of tensors replicated over the tensor-parallel group. A collective of it."""
     if group is not None:
-        share_values(module, {"tp": group, "dp": None}, sync=sync, among=group)
+        _share_values(module, group, None, sync=sync, among=group)
 
 
 @torch.no_grad()
-def share_values(
+def _share_values(
     module: nn.Module,
-    groups: Mapping[str, Group],
+    tp: Group,
+    dp: Group,
     shared: Sequence[SharedParameter] = (),
     created: Collection[str] = (),
     sync: bool = False,
@@ -112,11 +121,11 @@ def share_values(
     whole = [(name, tensor) for name, tensor in named if not is_tensor_parallel(tensor)]
     ties = [(one.copies[0], one.group) for one in shared if not one.copies[0].is_meta]
     work: list[tuple[str, Named, Group]] = [
-        ("tensor-parallel ranks", whole, groups["tp"]),
+        ("tensor-parallel ranks", whole, tp),
         *_held_twice(named),
         # Before the data-parallel ranks, which then take tied values that already agree.
         *(("stages", [(names[id(tensor)], tensor)], group) for tensor, group in ties),
-        ("data-parallel ranks", named, groups["dp"]),
+        ("data-parallel ranks", named, dp),
     ]
     wrong: tuple[str, str] | None = None
     for who, tensors, group in work:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from slapo.mesh import current_device
 from slapo.node import Node
 from slapo.pipeline import PipelinedModule, Stage, StageTie
 from slapo.pipeline.boundaries import Boundary, ShapeProbe, infer_boundaries
-from slapo.weights.holdings import Held
 
 CheckCall = Callable[
     [tuple[Any, ...], dict[str, Any], Callable[[Any], Tensor] | None, torch.dtype | None], None
@@ -177,16 +176,6 @@ def _put(tensor: Tensor, value: Tensor) -> None:
         spec: Any = tensor
         value = distribute_tensor(value, spec.device_mesh, spec.placements, src_data_rank=None)
     tensor.copy_(value)
-
-
-class Shares(Protocol):
-    """Keeps only this rank's shards of tensors as they are created."""
-
-    def divide(self, tensors: list[Tensor], blank: Collection[int]) -> None:
-        """Shard tensors in place; those whose ids are in `blank` have no values and need none."""
-
-    def of(self, held: list[Held]) -> list[Held]:
-        """Return the local parts of tensors."""
 
 
 class Runtime(ABC):

@@ -1,6 +1,5 @@
 """A small model with everything that is hard to send from stage to stage, and its reference."""
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -58,24 +57,8 @@ class Model(nn.Module):
         return {"logits": self.head(x)}
 
 
-@dataclass
-class Output:
-    logits: Tensor
-
-
-class OpaqueModel(nn.Module):
-    """Returns an object of a class that DeepSpeed does not look into."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Model()
-
-    def forward(self, ids: Tensor, flags: Tensor) -> Output:
-        return Output(self.model(ids, flags)["logits"])
-
-
 def loss_fn(output: Any, targets: dict[str, Any]) -> Tensor:
-    logits = output.logits if isinstance(output, Output) else output["logits"]
+    logits = output["logits"]
     labels, (weight,) = targets["labels"], targets["more"]
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     return (losses * weight.flatten()).mean()

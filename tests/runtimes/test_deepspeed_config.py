@@ -13,34 +13,24 @@ from torch import nn
 
 import slapo
 import slapo.framework_dialect.deepspeed.runtime  # registers the target
-from slapo.framework_dialect.deepspeed.boundary_codec import (
-    StageLayer,
-    expose_tensors,
-    original_output,
-    pack,
-    room_for,
-    tensors_in,
-    unpack,
-)
-from slapo.framework_dialect.deepspeed.config import Layout, Settings, load, merge
-from slapo.pipeline.boundaries import TensorMeta
+from slapo.framework_dialect.deepspeed.config import Layout, load, merge
+from slapo.framework_dialect.deepspeed.initialize import check_output
 
 CPU = Layout(1, 2, 1, "cpu")
 PIPE = Layout(2, 2, 1, "cpu")
 
 
-def merged(config: dict[str, Any], layout: Layout = CPU, **given: Any) -> Settings:
+def merged(config: dict[str, Any], layout: Layout = CPU, **given: Any) -> dict[str, Any]:
     return merge(config, {"optimizer": torch.optim.SGD, **given}, layout)
 
 
 def test_arguments_fill_the_config_in() -> None:
-    settings = merged(
+    config = merged(
         {"zero_optimization": {"reduce_bucket_size": 7}},
         micro_batches=3,
         zero=2,
         clip_grad_norm=0.5,
     )
-    config = settings.config
     assert config["zero_optimization"] == {"reduce_bucket_size": 7, "stage": 2}
     assert config["gradient_accumulation_steps"] == 3
     assert config["gradient_clipping"] == 0.5
@@ -48,9 +38,6 @@ def test_arguments_fill_the_config_in() -> None:
     assert config["train_micro_batch_size_per_gpu"] == 1
     assert config["zero_allow_untested_optimizer"] is True
     assert config["steps_per_print"] > 10**6
-    assert (settings.micro_batches, settings.zero, settings.clip_grad_norm) == (3, 2, 0.5)
-    assert settings.micro_batch_size is None
-    assert settings.has_optimizer
     assert not {"bf16", "fp16"} & set(config)
 
 
@@ -64,17 +51,15 @@ def test_the_config_speaks_where_arguments_are_silent() -> None:
         "steps_per_print": 5,
     }
     before = copy.deepcopy(config)
-    settings = merged(config)
+    found = merged(config)
     assert config == before
-    assert (settings.micro_batches, settings.zero, settings.clip_grad_norm) == (4, 1, 2.0)
-    assert settings.config["data_types"]["grad_accum_dtype"] == "fp32"
-    assert settings.micro_batch_size == 3
-    assert settings.config["train_micro_batch_size_per_gpu"] == 3
-    assert settings.config["steps_per_print"] == 5
+    assert found.pop("data_types") == {"grad_accum_dtype": "fp32"}
+    assert found["train_micro_batch_size_per_gpu"] == 3
+    assert config.items() <= found.items()
 
 
 def test_auto_entries_are_filled_in() -> None:
-    settings = merged(
+    config = merged(
         {
             "train_batch_size": "auto",
             "train_micro_batch_size_per_gpu": "auto",
@@ -87,7 +72,6 @@ def test_auto_entries_are_filled_in() -> None:
         micro_batches=2,
         dtype=torch.bfloat16,
     )
-    config = settings.config
     assert "auto" not in json.dumps(config)
     assert config["bf16"]["enabled"] is True
     assert config["fp16"]["enabled"] is False
@@ -95,30 +79,29 @@ def test_auto_entries_are_filled_in() -> None:
 
 
 def test_bfloat16_adds_up_in_float32() -> None:
-    config = merged({}, dtype=torch.bfloat16).config
+    config = merged({}, dtype=torch.bfloat16)
     assert config["data_types"]["grad_accum_dtype"] == "fp32"
     assert config["communication_data_type"] == "fp32"
     own = {"data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "bf16"}
-    config = merged(own, dtype=torch.bfloat16).config
+    config = merged(own, dtype=torch.bfloat16)
     assert config["data_types"] == {"grad_accum_dtype": "bf16"}
 
 
 def test_a_pipeline_sends_whole_tensors() -> None:
-    assert merged({}, PIPE).config["pipeline"] == {
+    assert merged({}, PIPE)["pipeline"] == {
         "pipe_partitioned": False,
         "grad_partitioned": False,
         "use_reentrant": False,
     }
-    assert "pipeline" not in merged({}, CPU).config
+    assert "pipeline" not in merged({}, CPU)
 
 
 def test_adam_of_the_config_is_not_compiled_on_a_cpu() -> None:
     config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
-    params = merged(config, optimizer=None).config["optimizer"]["params"]
+    params = merged(config, optimizer=None)["optimizer"]["params"]
     assert params == {"lr": 0.1, "torch_adam": True}
     gpu = merged(config, Layout(1, 2, 1, "cuda"), optimizer=None)
-    assert gpu.config["optimizer"] == config["optimizer"]
-    assert gpu.has_optimizer
+    assert gpu["optimizer"] == config["optimizer"]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +127,6 @@ def test_adam_of_the_config_is_not_compiled_on_a_cpu() -> None:
         ({}, {"zero": 4}, ["4"]),
         ({}, {"zero": 1, "optimizer": None}, ["ZeRO stage 1", "optimizer="]),
         ({"gradient_accumulation_steps": 0}, {}, ["micro_batches is 0"]),
-        ({"gradient_clipping": -1}, {}, ["clip_grad_norm is -1"]),
         ({"zero_optimization": 2}, {}, ["zero_optimization is 2"]),
     ],
 )
@@ -177,13 +159,8 @@ def test_a_config_may_be_a_file(tmp_path: Path) -> None:
     path.write_text('{"steps_per_print": 3}')
     assert load(path) == load(str(path)) == {"steps_per_print": 3}
     assert load(None) == {}
-    with pytest.raises(ValueError, match=r"missing\.json"):
-        load(tmp_path / "missing.json")
-    path.write_text("{")
-    with pytest.raises(ValueError, match="cannot be read as JSON"):
-        load(path)
     path.write_text("[1]")
-    with pytest.raises(ValueError, match="list"):
+    with pytest.raises(TypeError, match="list"):
         load(path)
     with pytest.raises(TypeError, match="int"):
         load(3)  # type: ignore[arg-type]
@@ -212,74 +189,12 @@ def test_something_to_run_on_is_needed(monkeypatch: Any) -> None:
         slapo.build(sch, target="deepspeed", surprise=1)
 
 
-# --- what crosses a boundary ---------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.randn(3, 5).t(),
-        torch.randn(2, 3, dtype=torch.float64),
-        torch.tensor(2.5, dtype=torch.bfloat16),
-        torch.randn(3).to(torch.float16),
-        torch.tensor([True, False]),
-        torch.arange(4, dtype=torch.int16)[::2],
-        torch.randn(2, dtype=torch.complex128),
-        torch.zeros(0, 3),
-    ],
-)
-def test_tensors_without_gradient_travel_as_bytes(tensor: torch.Tensor) -> None:
-    meta = TensorMeta.of("x", tensor)
-    packed = pack(meta, tensor)
-    assert packed.dtype is torch.uint8
-    assert packed.dim() == 1
-    assert (packed.shape, packed.dtype) == (room_for(meta, torch.device("cpu")).shape, torch.uint8)
-    arrived = unpack(meta, packed.clone())
-    assert arrived.dtype is tensor.dtype
-    assert torch.equal(arrived, tensor)
-
-
-def test_tensors_with_gradient_travel_as_they_are() -> None:
-    tensor = torch.randn(2, 3, requires_grad=True).t()
-    meta = TensorMeta.of("x", tensor)
-    packed = pack(meta, tensor)
-    room = room_for(meta, torch.device("cpu"))
-    assert (room.shape, room.dtype, room.requires_grad) == (tensor.shape, tensor.dtype, False)
-    assert packed.is_contiguous()
-    assert packed.requires_grad
-    assert torch.equal(packed, tensor)
-    assert unpack(meta, packed) is packed
-
-
-class ComplexStage(nn.Module):
-    index, sent = 0, ("spectrum",)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-        return (torch.complex(x, x),)
-
-
-def test_complex_gradients_do_not_cross() -> None:
-    layer = StageLayer(ComplexStage(), n_stages=2)  # type: ignore[arg-type]
-    (packed,) = layer(torch.ones(2))
-    assert packed.dtype is torch.uint8
-    with pytest.raises(slapo.SlapoError, match=r"'spectrum'.*complex64.*cut the stage elsewhere"):
-        layer(torch.ones(2, requires_grad=True))
-
-
-def test_a_boundary_keeps_its_form() -> None:
-    layer = StageLayer(ComplexStage(), n_stages=2)  # type: ignore[arg-type]
-    layer(torch.ones(2))
-    with pytest.raises(slapo.SlapoError, match=r"stage 0 sends .*\(3,\).* but announced"):
-        layer(torch.ones(3))
-
-
-def test_outputs_of_any_class_are_looked_into() -> None:
+def test_outputs_that_deepspeed_does_not_look_into() -> None:
     @dataclass
     class Output:
         logits: torch.Tensor
-        more: Any
 
-    output = Output(torch.ones(1), {"a": [torch.zeros(2)]})
-    assert [t.numel() for t in tensors_in(output)] == [1, 2]
-    opened = expose_tensors(output)
-    assert isinstance(opened, tuple)
-    assert original_output(opened) is output
-    assert expose_tensors((1, 2)) == (1, 2) == original_output((1, 2))
+    for output in (torch.ones(1), (1, 2), {"logits": torch.ones(1)}):
+        assert check_output(output) is output
+    with pytest.raises(slapo.SlapoError, match=r"returns a Output.* a list or a dict"):
+        check_output(Output(torch.ones(1)))

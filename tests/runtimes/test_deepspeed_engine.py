@@ -1,7 +1,6 @@
 """The engine of target "deepspeed" beyond plain training, and what goes wrong on all ranks."""
 
 import copy
-import itertools
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -17,7 +16,6 @@ from tests.runtimes.deepspeed_models import (
     SGD,
     Block,
     Model,
-    OpaqueModel,
     alone,
     batches,
     cut,
@@ -47,8 +45,8 @@ def test_call_backward_step() -> None:
     """Drive the engine by hand: each step is one update, whatever micro_batches is."""
     mesh = slapo.init_mesh(dp=2)
     torch.manual_seed(0)
-    for zero, cls in itertools.product((0, 1, 2), (Model, OpaqueModel)):
-        model = cls()
+    for zero in (0, 1, 2):
+        model = Model()
         reference, engine = alone(model, parts=2), build(mesh, model, zero=zero)
         for batch in batches(2, 3):
             inputs, targets = of_this_rank(mesh, batch)
@@ -57,8 +55,8 @@ def test_call_backward_step() -> None:
             engine.step()
             mean = loss.detach().clone()
             dist.all_reduce(mean)
-            assert abs(mean.item() / 2 - reference.step(batch)) < 1e-5, (zero, cls)
-        assert largest_difference(engine, reference.state()) < 1e-5, (zero, cls)
+            assert abs(mean.item() / 2 - reference.step(batch)) < 1e-5, zero
+        assert largest_difference(engine, reference.state()) < 1e-5, zero
     for zero in (0, 1):
         engine = build(mesh, Model(), zero=zero)
         inputs, targets = batches(1, 1)[0]
@@ -72,7 +70,7 @@ def test_call_backward_step() -> None:
 @on_ranks(2)
 def test_bfloat16_gradients_of_one_micro_batch_do_not_stay_for_the_next() -> None:
     torch.manual_seed(0)
-    model = OpaqueModel()
+    model = Model()
     reference = alone(copy.deepcopy(model), parts=4, dtype=torch.bfloat16)
     engine = build(slapo.init_mesh(dp=2), model, dtype=torch.bfloat16)
     assert compare(engine, reference, batches(2, 3))["losses"] < 1e-2
@@ -95,10 +93,6 @@ def test_optimizer_sizes_and_clipping_out_of_the_config() -> None:
     assert compare(engine, reference, batches(2, 3))["losses"] < 1e-5
     assert type(engine.optimizer).__name__ == "AdamW"
     assert config == before
-    text = error_of(lambda: engine.train_batch(iter([batches(1, 1, size=6)[0]])))
-    assert text.startswith("ValueError")
-    assert "micro-batches of 2 samples" in text
-    assert "some of 3" in text
 
 
 @on_ranks(2)
@@ -125,6 +119,7 @@ def test_refusals_without_pipeline() -> None:
     text = "clip_grad_norm differs between ranks"
     assert text in refused(mesh, Model(), config={"gradient_clipping": 1.0 + rank})
     assert "loss_fn" in refused(slapo.init_mesh(pp=2), Model(), loss_fn=None)
+    assert "clip_grad_norm is -1" in refused(mesh, Model(), config={"gradient_clipping": -1})
 
 
 # --- with pipeline -------------------------------------------------------------------------------

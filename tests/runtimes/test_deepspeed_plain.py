@@ -142,7 +142,7 @@ def test_options_are_read_or_refused() -> None:
     """Replicas from other seeds, other configurations, and options that go with a mesh."""
     topology_of(1, 1, 2)  # sets DeepSpeed up
     for name in ("nonfinite", "check_batches"):
-        text = f"deepspeed: {name}= needs mesh=; without it, leave it out"
+        text = f"deepspeed: {name}= needs mesh=; without it, leave it out, or write"
         assert text in refused(**{name: "error"})
     text = "sync_replicated is 'yes'; pass True or False"
     assert refused(sync_replicated="yes") == f"TypeError: {text}"

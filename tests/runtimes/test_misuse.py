@@ -151,7 +151,7 @@ def test_no_step_is_taken_after_one_whose_scheduler_failed() -> None:
 )
 @on_ranks(2)
 def test_replicas_evaluate_any_numbers_of_samples(target: str, options: dict[str, Any]) -> None:
-    """Ranks have 5 and 3 samples, which make 3 and 2 forwards."""
+    """Ranks have 5 and 3 samples, which make 4 and 3 forwards."""
     engine = make(target, (1, 2, 1), **options)
     ids, targets = next(data())
     mine = slice(5, 8) if torch.distributed.get_rank() else slice(0, 5)
@@ -164,23 +164,27 @@ def test_replicas_evaluate_any_numbers_of_samples(target: str, options: dict[str
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"data_parallel": "zero"}, "data_parallel is 'zero'; pass 'ddp' or 'fsdp'"),
+        ({"dtype": torch.int8}, "pass torch.float32, torch.bfloat16"),
+        ({"autocast": torch.float32}, "pass torch.bfloat16, torch.float16 or None"),
+        ({"autocast": torch.bfloat16, "dtype": torch.float16}, "leave out auto"),
+        ({"shard_size": 1}, 'needs data_parallel="fsdp"'),
+        ({"shard_size": 3, "data_parallel": "fsdp"}, "a divisor of the mesh's dp=1"),
+        ({"nonfinite": "hope"}, "pass 'step', 'skip' or 'error'"),
+        ({"micro_batch": 2}, "did you mean 'micro_batches'"),
+        ({"clip_grad_norm": 0.0}, "pass a number above 0"),
+        ({"clip_grad_norm": "1"}, "clip_grad_norm is '1'; pass a number above 0"),
+        ({"lr_scheduler": print, "optimizer": None}, "lr_scheduler needs an optimizer"),
+        ({"pipeline_schedule": "x"}, "pipeline_schedule is 'x'; pass '1f1b', 'gpipe'"),
         ({"clip_grad_norm": True}, "clip_grad_norm is True; pass a number"),
         ({"check_batches": "no"}, "check_batches is 'no'; pass True or False"),
         ({"sync_replicated": "no"}, "sync_replicated is 'no'; pass True or False"),
         ({"compile": "yes"}, "compile is 'yes'; pass True or options"),
         (
-            {"optimizer": torch.optim.LBFGS},
-            r"LBFGS.step\(\) needs \['closure'\]: it computes",
-        ),
-        (
             {"data_parallel_options": {"static_graph": True}},
             "has static_graph, but DDP then cannot accumulate gradients of micro_batches=4",
         ),
         ({"lr_scheduler": lambda optimizer: None}, "returned a NoneType; it must return a sched"),
-        (
-            {"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
-            r"ReduceLROnPlateau.step\(\) needs \['metrics'\]",
-        ),
         (
             {"data_parallel_options": {"find_unused_parametrs": True}},
             "did you mean 'find_unused_parameters'",
@@ -246,12 +250,11 @@ def test_a_pipeline_has_no_use_for_options_of_ddp() -> None:
 
 
 @on_ranks(2)
-def test_parameters_that_ddp_waits_for_are_named_before_the_first_step() -> None:
+def test_parameters_that_ddp_waits_for_are_an_error_before_the_first_step() -> None:
     torch.manual_seed(0)
     engine = build(WithUnused(), layout=(1, 2, 1))
     before = copied(engine)
-    text = r"^\['unused.weight', 'unused.bias'\] got no gradient. DDP misses"
-    with pytest.raises(slapo.SlapoError, match=text):
+    with pytest.raises(RuntimeError, match="find_unused_parameters=True"):
         engine.train_batch(iter([(torch.randn(2, 3), torch.randn(2, 3))]))
     assert is_unchanged(engine, before)
 
@@ -318,16 +321,15 @@ class Positions(nn.Module):
 @pytest.mark.slow
 @on_ranks(1)
 def test_buffers_keep_their_dtype(target: str) -> None:
-    """Those that the model computes with are named."""
+    """One that the model computes with has to be converted there: torch says so."""
     batch = torch.ones(4, 4), torch.ones(4, 4).bfloat16()
     engine = build(Positions(casts=True), target, dtype=torch.bfloat16)
     engine.train_batch(iter([batch]))
     assert engine.module.positions.dtype == torch.float32
     engine = build(Positions(casts=False), target, dtype=torch.bfloat16, micro_batches=2)
     for step in (engine.eval_batch, engine.train_batch):
-        with pytest.raises(slapo.SlapoError, match=r"are not: \['positions'\]. Convert") as caught:
+        with pytest.raises(RuntimeError, match="same dtype"):
             step(iter([batch]))
-        assert "The model computes in torch.bfloat16" in str(caught.value)
     engine = build(Positions(casts=False).bfloat16(), target, micro_batches=2)
     engine.train_batch(iter([batch]))
 

@@ -47,28 +47,6 @@ def test_what_schedules_refuse() -> None:
     SCHEDULES["gpipe"].check("gpipe", 4, 4, 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"data_parallel": "zero"}, ValueError, "data_parallel is 'zero'; pass 'ddp' or 'fsdp'"),
-        ({"dtype": torch.int8}, ValueError, "pass torch.float32, torch.bfloat16"),
-        ({"autocast": torch.float32}, ValueError, "pass torch.bfloat16, torch.float16 or None"),
-        ({"autocast": torch.bfloat16, "dtype": torch.float16}, ValueError, "leave out auto"),
-        ({"shard_size": 1}, ValueError, 'needs data_parallel="fsdp"'),
-        ({"shard_size": 3, "data_parallel": "fsdp"}, ValueError, "a divisor of the mesh's dp=1"),
-        ({"nonfinite": "hope"}, ValueError, "pass 'step', 'skip' or 'error'"),
-        ({"micro_batch": 2}, TypeError, "did you mean 'micro_batches'"),
-        ({"clip_grad_norm": 0.0}, ValueError, "pass a number above 0"),
-        ({"clip_grad_norm": "1"}, ValueError, "clip_grad_norm is '1'; pass a number above 0"),
-        ({"lr_scheduler": print}, ValueError, "lr_scheduler needs an optimizer"),
-        ({"pipeline_schedule": "x"}, ValueError, "pipeline_schedule is 'x'; pass '1f1b', 'gpipe'"),
-    ],
-)
-def test_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        build(nn.Linear(2, 2), **{"optimizer": None, "loss_fn": None, **options})
-
-
 def test_a_state_that_does_not_fit() -> None:
     engine = build(nn.Linear(2, 2))
     weight = torch.ones(2, 2)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from slapo.framework_dialect.options import is_number, is_whole
+from slapo.framework_dialect.options import TrainingOptions, is_whole
 from slapo.framework_dialect.precision import HALF_NAMES
 
 Config = dict[str, Any]
@@ -34,46 +34,49 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Outcome of :func:`merge`: a complete configuration, and the values in it.
+class DeepSpeedOptions(TrainingOptions):
+    """Arguments of ``build(sch, target="deepspeed")``, in addition to :class:`TrainingOptions`.
 
-    `clip_grad_norm` is 0 for none. `micro_batch_size` is the one that the user's configuration
-    fixes, else None. `has_optimizer` is False if the model only runs and is not trained.
+    Parameters
+    ----------
+    config
+        DeepSpeed's configuration: a dict, which is not modified, or the path of a JSON file.
+        Arguments of build may be left out of it, and must not contradict it.
+    zero
+        ZeRO stage: 0 to 3, at most 1 with a pipeline. The default is 0, or 1 in half precision.
+    topology
+        DeepSpeed's, such as ``PipeModelDataParallelTopology``; instead of a mesh, to get
+        DeepSpeed's own engine.
     """
 
-    config: Config
-    micro_batches: int
-    zero: int
-    clip_grad_norm: float
-    micro_batch_size: int | None
-    has_optimizer: bool
+    config: Any = None
+    zero: int | None = None
+    topology: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.topology is not None:
+            raise ValueError("deepspeed: mesh= and topology= are alternatives; pass one of them")
+
+    @property
+    def has_optimizer(self) -> bool:
+        """False if the model only runs and is not trained."""
+        return super().has_optimizer or self.config.get("optimizer") is not None
 
 
 def load(config: Mapping[str, Any] | str | Path | None) -> Config:
     """Return a copy of the configuration, or of the JSON file, that is safe to modify."""
-    if config is None:
-        return {}
-    if isinstance(config, Mapping):
-        return copy.deepcopy(dict(config))
-    if not isinstance(config, (str, Path)):
+    if isinstance(config, (str, Path)):
+        config = json.loads(Path(config).read_text())
+    if not isinstance(config, (Mapping, type(None))):
         raise TypeError(
             f"deepspeed: config is a {type(config).__name__}; pass a dict or the path of a JSON "
-            "file"
+            "file with one"
         )
-    try:
-        loaded = json.loads(Path(config).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"deepspeed: config {str(config)!r} cannot be read as JSON: {error}"
-        ) from error
-    if not isinstance(loaded, dict):
-        raise ValueError(
-            f"deepspeed: config {str(config)!r} holds a {type(loaded).__name__}, not an object"
-        )
-    return loaded
+    return copy.deepcopy(dict(config or {}))
 
 
-def merge(config: Config, given: Mapping[str, Any], layout: Layout) -> Settings:
+def merge(config: Config, given: Mapping[str, Any], layout: Layout) -> Config:
     """Merge a configuration with the arguments of build; an argument of None defers to it.
 
     Entries with the value ``"auto"`` count as absent. A contradiction raises a ValueError.
@@ -87,14 +90,9 @@ def merge(config: Config, given: Mapping[str, Any], layout: Layout) -> Settings:
     _merge_entry(merged, "gradient_accumulation_steps", count, "micro_batches", 1)
     _merge_entry(merged, "gradient_clipping", clip, "clip_grad_norm", 0.0)
     micro_batches = _whole_number(merged, "gradient_accumulation_steps", "micro_batches")
-    size = _merge_sizes(merged, micro_batches, layout.dp)
+    _merge_sizes(merged, micro_batches, layout.dp)
     fix_entries(merged, layout)
-    clip = merged["gradient_clipping"]
-    if not is_number(clip) or not clip >= 0:
-        raise ValueError(
-            f"deepspeed: clip_grad_norm is {clip!r}; pass a positive number, or None for no limit"
-        )
-    return Settings(merged, micro_batches, zero, float(clip), size, has_optimizer)
+    return merged
 
 
 def flat_parameters(config: Config) -> str | None:
@@ -177,10 +175,8 @@ def _merge_dtype(config: Config, wanted: torch.dtype | None, device: str) -> tor
     """Return the half precision; None for float32."""
     dtype = wanted or precision_of(config) or torch.float32
     for name, precision in HALF_NAMES.items():
-        is_on, entry = (
-            dtype is precision,
-            _section(config, name, create=False).get("enabled", "auto"),
-        )
+        is_on = dtype is precision
+        entry = _section(config, name, create=False).get("enabled", "auto")
         if entry not in ("auto", is_on):
             raise _contradiction(f"{name}.enabled", entry, f"the model computes in {dtype}")
         if is_on or (entry == "auto" and name in config):
@@ -219,7 +215,7 @@ def _merge_zero(
     return section["stage"]
 
 
-def _merge_sizes(config: Config, micro_batches: int, dp: int) -> int | None:
+def _merge_sizes(config: Config, micro_batches: int, dp: int) -> None:
     """Complete the batch sizes: DeepSpeed requires them, but uses them only for statistics."""
     total, size = (
         None if config.get(key) in (None, "auto") else _whole_number(config, key)
@@ -236,7 +232,6 @@ def _merge_sizes(config: Config, micro_batches: int, dp: int) -> int | None:
     known = total // parts if total is not None else size
     config["train_micro_batch_size_per_gpu"] = known or 1
     config["train_batch_size"] = (known or 1) * parts
-    return known
 
 
 def _merge_entry(

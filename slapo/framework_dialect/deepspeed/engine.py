@@ -13,7 +13,7 @@ from torch import Tensor
 from slapo.agreement import all_ranks_or_none, on_every_rank
 from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch
-from slapo.framework_dialect.deepspeed.config import Settings
+from slapo.framework_dialect.deepspeed.config import DeepSpeedOptions, zero_of
 from slapo.framework_dialect.deepspeed.initialize import whole_norm
 from slapo.framework_dialect.deepspeed.load import quiet_warnings
 from slapo.framework_dialect.deepspeed.shares import Share, shares_of
@@ -21,21 +21,15 @@ from slapo.framework_dialect.engine import Engine
 from slapo.framework_dialect.gradient_check import GradientCheck
 from slapo.framework_dialect.gradients import scale_gradients
 from slapo.framework_dialect.optimizers import inner_optimizers
-from slapo.framework_dialect.options import TrainingOptions
 from slapo.framework_dialect.replica_use import calls_differ, refuse_unlike_use, used_in
 from slapo.framework_dialect.runtime import Lowering
 from slapo.weights.holdings import Held, HeldRange
 
 
-class OpaqueTargets:
-    """Wrapper of targets: DeepSpeed would treat a nest of tensors as a tuple of them."""
-
-    def __init__(self, targets: Any) -> None:
-        self.targets = targets
-
-
 class DeepSpeedEngine(Engine):
     """Base of the engines with and without a pipeline; `engine` is DeepSpeed's own."""
+
+    options: DeepSpeedOptions
 
     #: DeepSpeed's own engine, set by `drive`
     engine: Any = None
@@ -48,16 +42,16 @@ class DeepSpeedEngine(Engine):
     #: gradients of replicated parameters, in a step that compares them; else None
     _replicated: GradientCheck | None = None
 
-    def __init__(self, lowering: Lowering, options: TrainingOptions, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, lowering: Lowering, options: DeepSpeedOptions) -> None:
+        self.zero: int = zero_of(options.config)
         super().__init__(lowering, options)
 
     def drive(self, engine: Any) -> None:
         """Attach DeepSpeed's engine, which is created with this engine's loss."""
         self.engine = engine
-        self.optimizer = engine.optimizer if self.settings.has_optimizer else None
+        self.optimizer = engine.optimizer if self.options.has_optimizer else None
         self.scheduler = engine.lr_scheduler
-        if self.settings.zero == 3:
+        if self.zero == 3:
             self._gathering_group = self.mesh.get_group("dp")
             # Under ZeRO-3 parameters have no shape, and modules lack the tables of ordinary ones.
             self.lowering.check_call = None
@@ -65,31 +59,23 @@ class DeepSpeedEngine(Engine):
             engine.optimizer.check_grad_overflow = True
 
     def _check_model(self) -> None:
-        zero = self.settings.zero
         scalars = [name for name, p in self.module.named_parameters() if p.dim() == 0]
-        if zero == 3 and scalars:
+        if self.zero == 3 and scalars:
             raise ValueError(
                 f"deepspeed: ZeRO stage 3 cannot shard scalar parameters: {scalars}; give them "
                 "the shape (1,), or pass zero=2"
             )
-        if zero and self.settings.has_optimizer and not self.lowering.trainable():
+        if self.zero and self.options.has_optimizer and not self.lowering.trainable():
             raise SlapoError(
-                f"deepspeed: no parameter on this rank needs a gradient, but ZeRO stage {zero} "
-                "needs at least one on every rank; pass zero=0, or cut the stages so that each "
-                "trains parameters"
+                "deepspeed: no parameter on this rank needs a gradient, but ZeRO stage "
+                f"{self.zero} needs at least one on every rank; pass zero=0, or cut the stages so "
+                "that each trains parameters"
             )
 
-    def _check_call(self, part: Batch, training: bool) -> None:
-        super()._check_call(part, training)
-        fixed = self.settings.micro_batch_size
-        size = part.samples() if fixed is not None else 0
-        if size and size != fixed:
-            raise ValueError(
-                f"deepspeed: the config fixes micro-batches of {fixed} samples, but this batch, "
-                f"split into {self.settings.micro_batches}, gives some of {size}; leave "
-                "train_batch_size and train_micro_batch_size_per_gpu out of the config to allow "
-                "batches of any size"
-            )
+    def loss_of_labels(self, output: Any, part: Batch) -> Tensor:
+        """Loss function for DeepSpeed, which divides the result by the number of micro-batches."""
+        loss = self._loss_of(output, part)
+        return loss * self.options.micro_batches if torch.is_grad_enabled() else loss
 
     @contextmanager
     def _noting_gradients(self) -> Iterator[None]:
@@ -129,7 +115,7 @@ class DeepSpeedEngine(Engine):
 
     def _check_use(self, used: set[int]) -> None:
         remedy = (
-            f"ZeRO stage {self.settings.zero} would add their gradients to other parameters'; "
+            f"ZeRO stage {self.zero} would add their gradients to other parameters'; "
             "pass zero=0, or target='torch'"
         )
         refuse_unlike_use(self.lowering.trainable(), used, self.mesh.get_group("dp"), remedy)
@@ -162,14 +148,12 @@ class DeepSpeedEngine(Engine):
         """Context of a step of DeepSpeed's optimizer, which non-finite gradients may cancel."""
         self._check_gradients()
         optimizer = self.engine.optimizer
-        with self._scaled(scale), self._left_out() if self._is_to_look() else nullcontext():
+        # ZeRO checks gradients by itself.
+        looks = self.options.nonfinite != "step" and not hasattr(optimizer, "overflow")
+        with self._scaled(scale), self._left_out() if looks else nullcontext():
             yield
         if self.options.nonfinite == "error" and getattr(optimizer, "overflow", False):
             self._nonfinite = "not finite"  # ZeRO has checked, and skipped the step
-
-    def _is_to_look(self) -> bool:
-        """Return whether this class has to check gradients: ZeRO does it by itself."""
-        return self.options.nonfinite != "step" and not hasattr(self.engine.optimizer, "overflow")
 
     @contextmanager
     def _left_out(self) -> Iterator[None]:
@@ -225,7 +209,7 @@ class DeepSpeedEngine(Engine):
 
     @property
     def kind(self) -> str:
-        return f"deepspeed, ZeRO {self.settings.zero}"
+        return f"deepspeed, ZeRO {self.zero}"
 
     @property
     def loss_scale(self) -> tuple[float, int] | None:
@@ -247,13 +231,13 @@ class ZeroEngine(DeepSpeedEngine):
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors of this rank by their names in the model; a collective under ZeRO-3."""
-        if self.settings.zero < 3:
+        if self.zero < 3:
             return super().state_dict()
         with self._gathered():
             return {name: t.detach().clone() for name, t in super().state_dict().items()}
 
     def load_state_dict(self, state: Any, strict: bool = True) -> None:
-        if self.settings.zero < 3:
+        if self.zero < 3:
             super().load_state_dict(state, strict)
             return
         with self._gathered(writes=True):
@@ -262,7 +246,7 @@ class ZeroEngine(DeepSpeedEngine):
 
     def held(self) -> list[Held]:
         held = super().held()
-        if self.settings.zero < 3:
+        if self.zero < 3:
             return held
         kept = [t for h in held if hasattr(t := cast(Any, h.tensor), "ds_tensor")]
         whole = [t for t in kept if t.ds_status.name == "AVAILABLE"]
@@ -281,7 +265,7 @@ class ZeroEngine(DeepSpeedEngine):
     @contextmanager
     def steppers(self) -> Iterator[list[torch.optim.Optimizer]]:
         own = self.engine.optimizer
-        is_divided = self.settings.zero == 3 and self.optimizer is not None
+        is_divided = self.zero == 3 and self.optimizer is not None
         if is_divided:  # it holds its parameters only during a step
             own._set_fp32_optimizer_param_groups()
         try:
@@ -293,7 +277,7 @@ class ZeroEngine(DeepSpeedEngine):
 
     def renew_masters(self) -> None:
         super().renew_masters()
-        if self.settings.zero == 3 and self.optimizer is not None:
+        if self.zero == 3 and self.optimizer is not None:
             from deepspeed.utils import safe_set_local_fp32_param  # optional package
 
             parameters: Any = self.parameters()
@@ -311,9 +295,9 @@ class ZeroEngine(DeepSpeedEngine):
             yield
 
     def _among_replicas(self, batch: Batch, training: bool = False) -> AbstractContextManager[None]:
-        shares = self.settings.zero > 0 and self.mesh.shape[1] > 1
+        shares = self.zero > 0 and self.mesh.shape[1] > 1
         self._calls_differ = shares and calls_differ(batch, self.mesh.get_group("dp"))
-        if self._calls_differ and self.settings.zero == 3:
+        if self._calls_differ and self.zero == 3:
             raise on_every_rank(
                 SlapoError(
                     "replicas call the model with different arguments, and ZeRO stage 3 gathers "
@@ -344,10 +328,10 @@ class ZeroEngine(DeepSpeedEngine):
             return self.engine(*args, **kwargs)
 
     def _check_backward(self) -> None:
-        if self._backwards and self.settings.zero:
+        if self._backwards and self.zero:
             raise SlapoError(
                 "deepspeed: the previous backward() was not followed by step(), and ZeRO stage "
-                f"{self.settings.zero} reduces gradients in backward; call step() after each, or "
+                f"{self.zero} reduces gradients in backward; call step() after each, or "
                 "use train_batch with micro_batches"
             )
 
@@ -377,14 +361,9 @@ class PipeEngine(DeepSpeedEngine):
         super().drive(engine)
         engine.around_step = self._around_step
 
-    def loss_of_labels(self, output: Any, labels: OpaqueTargets) -> Tensor:
-        """Loss function for DeepSpeed, which divides the result by the number of micro-batches."""
-        loss = self._loss_of(output, labels.targets)
-        return loss * self.settings.micro_batches if torch.is_grad_enabled() else loss
-
     def _train(self, batch: Batch) -> Tensor:
         with quiet_warnings(), self._noting_gradients():
-            self.engine.train_batch(self._data(batch, self.settings.micro_batches))
+            self.engine.train_batch(self._data(batch, self.options.micro_batches))
         self._take_norm()
         return self._mean.loss()
 
@@ -412,5 +391,5 @@ class PipeEngine(DeepSpeedEngine):
         if form != self._form:
             self.engine.reset_activation_shape()
             self._form = form
-        labels = [OpaqueTargets(part.targets) for part in cut]
-        return iter(list(zip(inputs, labels, strict=True)))
+        # Not the targets: DeepSpeed would treat a nest of tensors as a tuple of them.
+        return iter(list(zip(inputs, cut, strict=True)))

@@ -8,22 +8,23 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo.framework_dialect.deepspeed.boundary_codec import tensors_in
-from slapo.framework_dialect.deepspeed.config import Config
+from slapo.errors import SlapoError
+from slapo.framework_dialect.deepspeed.config import DeepSpeedOptions, flat_parameters
 from slapo.framework_dialect.deepspeed.load import quiet
+from slapo.framework_dialect.deepspeed.shares import Shares
 from slapo.framework_dialect.gradients import (
     clip_factor,
     global_norm,
     is_counted_slice,
     scale_gradients,
 )
-from slapo.framework_dialect.optimizers import check_scheduler
-from slapo.mesh import DIMS
+from slapo.framework_dialect.optimizers import check_scheduler, make_optimizer, place_steps
+from slapo.framework_dialect.runtime import Lowering
+from slapo.mesh import DIMS, current_device
 
 
 def mesh_unit(mesh: DeviceMesh) -> SimpleNamespace:
@@ -48,56 +49,64 @@ def topology_of(pp: int, dp: int, tp: int) -> Any:
 
 
 def initialize(
-    deepspeed: Any,
-    model: nn.Module,
-    config: Config,
-    *,
-    optimizer: Any,
-    lr_scheduler: Any,
-    mpu: Any,
-    dp_group: dist.ProcessGroup,
+    deepspeed: Any, lowering: Lowering, options: DeepSpeedOptions, model: nn.Module, mpu: Any
 ) -> Any:
-    """Return a DeepSpeed engine that starts from the present model and optimizer.
-
-    `optimizer` is None if the config describes one, `mpu` is None for a ``PipelineModule``.
-    """
+    """Return a DeepSpeed engine of a model; `mpu` is None for a ``PipelineModule``."""
+    mesh, half, config = options.mesh, options.half, options.config
+    shares = Shares(config, mpu, mesh, half)
+    if lowering.fill is not None:
+        lowering.fill(shares=shares)
+        shares.divide([p for p in model.parameters() if not hasattr(p, "ds_id")])
+    optimizer = None
+    if options.optimizer is not None:
+        optimizer = make_optimizer(options.optimizer, lowering.trainable(), current_device(mesh))
+        place_steps(optimizer, lowering, lambda: lowering.tp_group, flat_parameters(config))
+    exact: dict[nn.Parameter, Tensor] = {}
+    if half is not None and optimizer is not None:
+        trained = (p for p in model.parameters() if p.requires_grad)
+        exact = {p: p.detach().float() for p in trained if not hasattr(p, "ds_id")}
     for parameter in model.parameters():
         # In the gradient's norm, DeepSpeed counts parameters that are not shards on one rank only.
         sharded = is_counted_slice(parameter)
         parameter.model_parallel = sharded  # type: ignore[attr-defined]
         parameter.tensor_model_parallel = sharded  # type: ignore[attr-defined]
-    with quiet(), _any_layout(model, dp_group):
+    with quiet(), _without_broadcast(model):
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
             model_parameters=[p for p in model.parameters() if p.requires_grad],
-            lr_scheduler=lr_scheduler,
+            lr_scheduler=options.lr_scheduler,
             mpu=mpu,
             config=config,
         )
-    if engine.lr_scheduler is not None and lr_scheduler is not None:
+    if engine.lr_scheduler is not None and options.lr_scheduler is not None:
         check_scheduler(engine.lr_scheduler)
     _undo_first_step(engine.optimizer)
     engine.clip_fp32_gradients = lambda: _clip_by_whole_norm(engine)
     if mpu is not None:
-        model.register_forward_hook(lambda module, args, output: _look_into(engine, output))
+        model.register_forward_hook(lambda module, args, output: check_output(output))
+    # DeepSpeed has created the optimizer's float32 parameters from rounded values.
+    if optimizer is not None:
+        shares.put_exact(model)
+    if exact:
+        from deepspeed.utils import safe_set_full_fp32_param  # optional package
+
+        for parameter, value in exact.items():
+            safe_set_full_fp32_param(parameter, value)
     return engine
 
 
-def _look_into(engine: Any, output: Any) -> None:
-    """Register DeepSpeed's hooks on the tensors of an output whose class it does not traverse.
+def check_output(output: Any) -> Any:
+    """Return a model's output, in which DeepSpeed prepares the backward by hooks on tensors.
 
-    They prepare the backward pass: without them, bfloat16 gradients of one micro-batch leak into
-    the next.
+    Without them, bfloat16 gradients of one micro-batch would leak into the next.
     """
-    from deepspeed.runtime.utils import register_output_backward_hooks  # optional package
-
-    if torch.is_grad_enabled() and not isinstance(output, (Tensor, tuple, list, dict)):
-        register_output_backward_hooks(
-            tensors_in(output),
-            preprocess_once_fn=engine._backward_prologue,
-            preprocess_per_tensor_fn=engine._backward_prologue_per_tensor,
-        )
+    if isinstance(output, (Tensor, tuple, list, dict)):
+        return output
+    raise SlapoError(
+        f"the model returns a {type(output).__name__}, in which DeepSpeed finds no tensors; "
+        "return a tensor, a tuple, a list or a dict"
+    )
 
 
 def whole_norm(engine: Any) -> Tensor:
@@ -135,21 +144,13 @@ def _undo_first_step(optimizer: Any) -> None:
 
 
 @contextlib.contextmanager
-def _any_layout(model: nn.Module, dp_group: dist.ProcessGroup) -> Iterator[None]:
-    """Let DeepSpeed broadcast parameters of any shape and stride to the replicas.
-
-    DeepSpeed views each parameter as bytes to broadcast it. This needs a contiguous last dimension,
-    and fails on a 0-dim parameter.
-    """
-    scalars: list[Any] = [parameter for parameter in model.parameters() if parameter.dim() == 0]
-    source = dist.get_global_rank(dp_group, 0)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.contiguous()
-    for scalar in scalars:
-        dist.broadcast(scalar.data, src=source, group=dp_group)
-        scalar.ds_optim_param = True  # DeepSpeed's mark for "not replicated"
+def _without_broadcast(model: nn.Module) -> Iterator[None]:
+    """Skip DeepSpeed's broadcast of parameters: replicas are equal, and it fails on 0-dim ones."""
+    parameters: list[Any] = [p for p in model.parameters() if not hasattr(p, "ds_optim_param")]
+    for parameter in parameters:
+        parameter.ds_optim_param = True  # DeepSpeed's mark for "not replicated"
     try:
         yield
     finally:
-        for scalar in scalars:
-            del scalar.ds_optim_param
+        for parameter in parameters:
+            del parameter.ds_optim_param

@@ -14,13 +14,57 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 
-from slapo.framework_dialect.deepspeed.boundary_codec import StageLayer, original_output, room_for
+from slapo.framework_dialect.boundary_codec import (
+    WIRE_DTYPE,
+    BufferLayout,
+    anchored,
+    pack,
+    unpack,
+)
+from slapo.framework_dialect.deepspeed.initialize import check_output
 from slapo.framework_dialect.deepspeed.load import quiet
 from slapo.framework_dialect.replicas import SharedParameter
 from slapo.framework_dialect.runtime import Lowering
 from slapo.mesh import set_timeout, timeout_of_job
+from slapo.pipeline import PipelinedModule, Stage
+from slapo.pipeline.boundaries import describe_tensors
+from slapo.utils.calls import as_call
 
 LossFn = Callable[[Any, Any], Tensor]
+
+
+class StageLayer(nn.Module):
+    """A stage as a layer of ``PipelineModule``: takes and returns buffers.
+
+    `arriving` and `leaving` are the layouts of the boundaries before and after it. The sending
+    stage decides its own in the first micro-batch of a form, and sends it to the next stage.
+    """
+
+    def __init__(self, stage: Stage, n_stages: int) -> None:
+        super().__init__()
+        self.stage = stage
+        self.is_last = stage.index == n_stages - 1
+        self.anchor: Tensor | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Reset, so that boundaries may have another form."""
+        self.arriving: BufferLayout | None = None
+        self.leaving: BufferLayout | None = None
+
+    def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Any:
+        tensors = (inputs,) if isinstance(inputs, Tensor) else inputs
+        if self.stage.index > 0:
+            assert self.arriving is not None, "told before the tensors came"
+            tensors, self.anchor = unpack(self.arriving, tensors[0])
+        output = self.stage(*tensors)
+        if self.is_last:
+            return check_output(output)
+        if self.leaving is None:
+            self.leaving = BufferLayout(describe_tensors(self.stage.sent, output))
+        sent = pack(self.leaving, output, self.anchor)
+        # DeepSpeed runs a backward in every stage, even if it trains nothing.
+        return sent.requires_grad_() if torch.is_grad_enabled() else sent
 
 
 class StagePipeline(PipelineModule):
@@ -47,7 +91,7 @@ class StagePipeline(PipelineModule):
             super().__init__(
                 layers,
                 topology=topology,
-                loss_fn=lambda output, labels: loss_fn(original_output(output), labels),
+                loss_fn=lambda output, labels: anchored(loss_fn(output, labels), layer.anchor),
                 partition_method="uniform",
             )
         self.layer, self.keeps_modes = layer, keeps_modes
@@ -75,7 +119,6 @@ class StagePipelineEngine(PipelineEngine):
     """DeepSpeed's pipeline engine with corrections; see :meth:`adopt`."""
 
     _trains: bool | None = None
-    grad_layer: Any
 
     #: converts inputs of a micro-batch to tensors of the first stage; None if they are these
     #: already
@@ -92,6 +135,15 @@ class StagePipelineEngine(PipelineEngine):
         _tolerate_no_gradients(engine.optimizer)
         return engine
 
+    def bind_inputs_of(self, pipelined: PipelinedModule) -> None:
+        """Convert the inputs of batches, which are those of the model, to tensors."""
+
+        def bind(inputs: Any) -> tuple[Tensor, ...]:
+            call = as_call(inputs, "the inputs of a batch")
+            return pipelined.bind(*call, training=bool(self.module.training))
+
+        self.bind = bind
+
     @property
     def layer(self) -> StageLayer:
         """Layer of this rank's stage."""
@@ -101,7 +153,9 @@ class StagePipelineEngine(PipelineEngine):
     def train_batch(self, data_iter: Any = None) -> Tensor:
         """Same as DeepSpeed's: takes the micro-batches from `data_iter` one by one."""
         self._prepare(trains=True)
-        return super().train_batch(data_iter)
+        loss = super().train_batch(data_iter)
+        self.layer.anchor = None  # it would keep the last buffer
+        return loss
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Same as DeepSpeed's."""
@@ -114,7 +168,7 @@ class StagePipelineEngine(PipelineEngine):
         if self.is_pipe_parallel:
             p2p.init_process_groups(self.grid)
         if self._trains is not trains:
-            # Without gradients, more tensors travel as bytes.
+            # Without gradients a boundary has another form.
             self.reset_activation_shape()
             self._trains = trains
 
@@ -138,58 +192,21 @@ class StagePipelineEngine(PipelineEngine):
         return (self.bind(batch[0]), *batch[1:])
 
     # --- what crosses boundaries -----------------------------------------------------------------
-    def _send_tensor_meta(self, buffer: tuple[Tensor, ...], recv_stage: int) -> None:
+    def _send_tensor_meta(self, buffer: Tensor, recv_stage: int) -> None:
         there = self.grid.stage_to_global(stage_id=recv_stage)
         dist.send_object_list([self.layer.leaving], there, device=self.device)
 
-    def _recv_tensor_meta(self, send_stage: int) -> tuple[Tensor, ...]:
+    def _recv_tensor_meta(self, send_stage: int) -> Tensor:
         received: list[Any] = [None]
         there = self.grid.stage_to_global(stage_id=send_stage)
         dist.recv_object_list(received, there, device=self.device)
-        self.layer.arriving = received[0]
-        return tuple(room_for(meta, self.device) for meta in received[0])
-
-    def _exec_send_grads(self, buffer_id: int) -> None:
-        # A stage may use an input without passing a gradient back.
-        for tensor in self.pipe_buffers["inputs"][buffer_id]:
-            if tensor.is_floating_point() and tensor.grad is None:
-                tensor.grad = torch.zeros_like(tensor)
-        super()._exec_send_grads(buffer_id)
-
-    def _exec_backward_pass(self, buffer_id: int) -> None:
-        outputs = self.pipe_buffers["outputs"][buffer_id]
-        if self.is_last_stage() or len(self.grad_layer) < 2:
-            super()._exec_backward_pass(buffer_id)
-            return
-        # DeepSpeed would traverse the stage's graph once for each output.
-        gradients = self.grad_layer
-        root = _Root.apply(gradients, *(t for t in outputs if t.is_floating_point()))
-        self.pipe_buffers["outputs"][buffer_id] = (root,)
-        self.grad_layer = [torch.ones_like(root)]
-        try:
-            super()._exec_backward_pass(buffer_id)
-        finally:
-            self.grad_layer = gradients
+        layout = self.layer.arriving = received[0]
+        return torch.empty(layout.shape, dtype=WIRE_DTYPE, device=self.device)
 
     _INSTRUCTION_MAP: ClassVar = {
         **PipelineEngine._INSTRUCTION_MAP,
-        schedule.SendGrad: _exec_send_grads,
-        schedule.BackwardPass: _exec_backward_pass,
         schedule.OptimizerStep: _exec_optimizer_step,
     }
-
-
-class _Root(torch.autograd.Function):
-    """A 0-dim tensor whose gradients with respect to some tensors are given."""
-
-    @staticmethod
-    def forward(ctx: Any, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return tensors[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        return (None, *ctx.gradients)
 
 
 def _tolerate_no_gradients(optimizer: Any) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from slapo.agreement import all_ranks_or_none
 from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch
+from slapo.framework_dialect.boundary_codec import WIRE_DTYPE, BufferLayout, anchored
 from slapo.framework_dialect.engine import Engine
 from slapo.framework_dialect.megatron.load import megatron_core, quiet
 from slapo.framework_dialect.megatron.optimizers import (
@@ -26,7 +27,7 @@ from slapo.framework_dialect.megatron.optimizers import (
     torch_optimizer,
 )
 from slapo.framework_dialect.megatron.options import MegatronOptions
-from slapo.framework_dialect.megatron.stages import WIRE_DTYPE, BufferLayout, ModelChunk, anchored
+from slapo.framework_dialect.megatron.stages import ModelChunk
 from slapo.framework_dialect.optimizers import inner_optimizers, make_scheduler
 from slapo.framework_dialect.precision import cast_parameters
 from slapo.framework_dialect.runtime import Boundaries, Lowering
@@ -152,13 +153,13 @@ class MegatronEngine(Engine):
         """Forward step for Megatron-Core: an output, and the function that computes its loss."""
         part = next(parts)
         output = model(part)
-        return output, partial(self._scheduled_loss, part.targets, self.chunk.anchor)
+        return output, partial(self._scheduled_loss, part, self.chunk.anchor)
 
     def _scheduled_loss(
-        self, targets: Any, anchor: Tensor | None, output: Any
+        self, part: Batch, anchor: Tensor | None, output: Any
     ) -> tuple[Tensor, Tensor]:
         """Return the loss for backward, which the schedule divides, and one to report."""
-        loss = self._loss_of(output, targets) * self.options.micro_batches
+        loss = self._loss_of(output, part) * self.options.micro_batches
         return anchored(loss, anchor), loss.detach().clone()
 
     # --- what crosses boundaries ---------------------------------------------------------------
@@ -171,7 +172,9 @@ class MegatronEngine(Engine):
         self.chunk.arriving = BufferLayout(boundaries[here])
         last = here == self.lowering.n_stages - 1
         self.chunk.leaving = None if last else BufferLayout(boundaries[here + 1])
-        return [Batch(args, {}, part.targets) for args, part in zip(bound, parts, strict=True)]
+        return [
+            replace(part, args=args, kwargs={}) for args, part in zip(bound, parts, strict=True)
+        ]
 
     def _shapes(self, *_: Any) -> tuple[list[Any], list[Any]]:
         """Shapes of received and sent buffers; a boundary has one shape for both directions."""

@@ -121,9 +121,9 @@ def set_masters(optimizer: Any, values: Mapping[nn.Parameter, Tensor]) -> None:
         if master is None:
             continue
         if getattr(parameter, "main_param_sharded", False):
-            (part,) = [p for p in chained(optimizer) if parameter in p.model_param_gbuf_map]
-            place = part._get_model_param_range_map(parameter)["param"]
-            value = value.flatten()[place.start : place.end]
+            place = range_of_share(optimizer, parameter)
+            assert place is not None, "it has a copy here"
+            value = value.flatten().narrow(0, *place[1:])
         master.copy_(value.view(master.shape))
 
 

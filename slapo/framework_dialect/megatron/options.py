@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from slapo.framework_dialect.megatron.load import megatron_core
-from slapo.framework_dialect.options import FLAG, Rule, TrainingOptions
+from slapo.framework_dialect.options import FLAG, Rule, TrainingOptions, check_names
 from slapo.framework_dialect.precision import HALF_NAMES
 
 #: Fields of Megatron-Core's ``DistributedDataParallelConfig`` that users may set.
@@ -62,13 +62,8 @@ class MegatronOptions(TrainingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        unknown = sorted(set(self.data_parallel_options or ()) - set(DATA_PARALLEL_FIELDS))
-        if unknown:
-            raise ValueError(
-                f"data_parallel_options has {unknown}; target 'megatron' takes "
-                f"{list(DATA_PARALLEL_FIELDS)}, and overlap_grad_reduce= and "
-                "distributed_optimizer= as arguments of build"
-            )
+        given = self.data_parallel_options or {}
+        check_names("megatron: data_parallel_options", given, DATA_PARALLEL_FIELDS)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch
 from slapo.framework_dialect.engine import Engine
 from slapo.framework_dialect.gradients import (
@@ -98,8 +97,8 @@ class TorchEngineBase(Engine):
         """Return whether the parameter counts on this rank in the norm of the full gradient."""
         return True
 
-    def _loss_of(self, output: Any, targets: Any) -> Tensor:
-        loss = super()._loss_of(output, targets)
+    def _loss_of(self, output: Any, part: Batch) -> Tensor:
+        loss = super()._loss_of(output, part)
         scaled = self._loss_scale is not None and torch.is_grad_enabled()
         return loss * self._loss_scale.value if scaled else loss  # type: ignore[union-attr]
 
@@ -199,10 +198,6 @@ class TorchEngineBase(Engine):
 
 
 _ALLOW = 'build with data_parallel_options={"find_unused_parameters": True}'
-_UNUSED = (
-    "DDP misses gradients of parameters that the last micro-batch did not use; "
-    f"{_ALLOW}, or freeze them"
-)
 
 
 class TorchEngine(TorchEngineBase):
@@ -239,25 +234,15 @@ class TorchEngine(TorchEngineBase):
         chosen = self.options.autocast
         # Without one, the caller's autocast context applies.
         with nullcontext() if chosen is None else autocasting(self.device, chosen):
-            return self._explained(lambda: self.runner(*args, **kwargs))
+            return self.runner(*args, **kwargs)
 
     def _backward(self, loss: Tensor) -> None:
         (loss if self._loss_scale is None else loss * self._loss_scale.value).backward()
 
-    def _explained(self, run: Callable[[], Any]) -> Any:
-        try:
-            return run()
-        except RuntimeError as error:
-            if "finished reduction in the prior iteration" not in str(error):
-                raise
-            missed = [name for name, p in self.lowering.trainable() if p.grad is None]
-            named = f"{missed[:3]} got no gradient. " if missed else ""
-            raise SlapoError(named + _UNUSED) from None
-
     def _reduce_gradients(self) -> None:
         if isinstance(self.runner, DistributedDataParallel):
             # Private by name, but documented to be called after a backward.
-            self._explained(self.runner._check_reducer_finalized)
+            self.runner._check_reducer_finalized()
         super()._reduce_gradients()
 
     def _forward_backward(self, batch: Batch) -> None:

@@ -11,11 +11,13 @@ import torch.distributed.pipelining as pipelining
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
+from slapo.agreement import on_every_rank
 from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch
-from slapo.framework_dialect.gradients import reduce_gradients, share_copies, sum_copies
+from slapo.framework_dialect.gradients import reduce_gradients, sum_copies
 from slapo.framework_dialect.pytorch.engine import TorchEngineBase
 from slapo.framework_dialect.pytorch.options import TorchOptions
+from slapo.framework_dialect.replicas import share_copies
 from slapo.framework_dialect.runtime import Boundaries, Lowering
 from slapo.pipeline import Stage
 from slapo.pipeline.boundaries import Boundary, autocasting, describe_tensors
@@ -81,48 +83,6 @@ def _owned(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor._is_view() else tensor
 
 
-class TrainingStage(pipelining.PipelineStage):
-    """A training stage that may follow stages without trainable parameters.
-
-    A split backward finds the parameters of a stage on the paths from its outputs to its received
-    tensors. If none of these needs a gradient there is no path, and torch would miss all
-    parameters. The full backward then runs instead of the second half.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._put_off: dict[int, dict[str, Any]] = {}
-
-    def backward_one_chunk(
-        self,
-        bwd_chunk_id: int,
-        loss: Tensor | None = None,
-        full_backward: bool = True,
-        last_backward: bool = False,
-    ) -> None:
-        """Run the backward of a micro-batch, or its first half."""
-        splits = not (full_backward or self.is_first)
-        received = self.fwd_cache[bwd_chunk_id][1] if splits else ()
-        if not splits or any(isinstance(t, Tensor) and t.requires_grad for t in received):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-            return
-        output, received = self.fwd_cache.pop(bwd_chunk_id)
-        self._put_off[bwd_chunk_id] = {
-            "stage_output": loss if self.is_last else output,
-            "output_grads": None if self.is_last else self._retrieve_recv_grads(bwd_chunk_id),
-            "input_values": received,
-        }
-        self.bwd_cache[bwd_chunk_id] = (None,) * len(received)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Run the second half of the backward."""
-        if bwd_chunk_id not in self._put_off:
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-            return
-        whole = self._put_off.pop(bwd_chunk_id)
-        self.backward_maybe_with_nosync("full", whole, last_backward=last_backward)
-
-
 class EvaluationStage(pipelining.PipelineStage):
     """A stage of a run without backward.
 
@@ -165,7 +125,7 @@ class TorchPipelineEngine(TorchEngineBase):
         if lowering.fill is not None:
             lowering.fill(among=self._ranks_of_parts())
             for shared in self.shared:
-                share_copies(shared.copies, shared.group)
+                share_copies(shared)
         self._make_optimizer()
         self._uncounted = {
             id(copy) for shared in self.shared for copy in shared.copies[int(shared.is_counted) :]
@@ -275,7 +235,7 @@ class TorchPipelineEngine(TorchEngineBase):
         return error
 
     def _micro_batch_loss(self, output: Any, number: int) -> Tensor:
-        return self._loss_of(output, self._parts[number].targets)
+        return self._loss_of(output, self._parts[number])
 
     def _micro_batch_inputs(self, number: int) -> Sequence[Tensor]:
         part = self._parts[number]
@@ -284,6 +244,8 @@ class TorchPipelineEngine(TorchEngineBase):
     # --- one torch schedule for each shape of micro-batch --------------------------------------
     def _make_run(self, inputs: Boundary, parts: int, train: bool) -> Any:
         boundaries = self._boundaries.of(inputs)
+        if train and self.schedule.splits_backward:
+            self._check_gradients_cross(boundaries)
         stages = [self._make_stage(index, boundaries, train) for index in self.runners]
         cls: Any = getattr(pipelining, self.schedule.cls)
         single = issubclass(cls, PipelineScheduleSingle)
@@ -298,6 +260,21 @@ class TorchPipelineEngine(TorchEngineBase):
         run.numbers = torch.arange(parts)  # torch requires an input to split
         return run
 
+    def _check_gradients_cross(self, boundaries: tuple[Boundary, ...]) -> None:
+        """Refuse stages in which torch, when it splits their backward, would miss all parameters.
+
+        It finds these on the paths from the outputs of a stage to its received tensors.
+        """
+        for index, received in enumerate(boundaries[1:], 1):
+            if not any(meta.requires_grad for meta in received):
+                raise on_every_rank(
+                    SlapoError(
+                        f"pipeline_schedule={self.options.pipeline_schedule!r} splits the "
+                        f"backward of stage {index} in two, which torch cannot do if all "
+                        'parameters before it are frozen; use "interleaved_1f1b" or "1f1b"'
+                    )
+                )
+
     def _make_stage(self, index: int, boundaries: tuple[Boundary, ...], train: bool) -> Any:
         last = index == self.lowering.n_stages - 1
         sent = (
@@ -306,7 +283,7 @@ class TorchPipelineEngine(TorchEngineBase):
             else tuple(meta.tensor(self.device) for meta in boundaries[index + 1])
         )
         received = tuple(meta.tensor(self.device) for meta in boundaries[index])
-        cls = TrainingStage if train else EvaluationStage
+        cls = pipelining.PipelineStage if train else EvaluationStage
         return cls(
             self.runners[index],
             index,

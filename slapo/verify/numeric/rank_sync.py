@@ -125,5 +125,5 @@ class RankSync:
             ) from gone
         if reported:
             left = [rank for rank in self._ranks if not reported.startswith(f"rank {rank} ")]
-            self._failure.wait_for_readers(lambda: left)
+            self._failure.wait_for_readers(left)
             raise VerificationError(f"Verify failed on {reported}") from noticed

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from slapo.errors import SlapoError
-from slapo.framework_dialect.megatron.stages import (
+from slapo.framework_dialect.boundary_codec import (
     WIRE_DTYPE,
     BufferLayout,
     anchored,
