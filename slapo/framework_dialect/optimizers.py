@@ -81,9 +81,7 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optim
 
 def make_scheduler(factory: Callable[[Any], Any] | None, optimizer: Any) -> Any:
     """Create the user's scheduler; None without one. A collective of the world."""
-    if factory is None:
-        return None
-    return all_ranks_or_none("lr_scheduler", lambda: check_scheduler(factory(optimizer)))
+    return all_ranks_or_none("lr_scheduler", lambda: _make_scheduler(factory, optimizer))
 
 
 def _make_optimizer(
@@ -97,6 +95,12 @@ def _make_optimizer(
             f"optimizer(parameters) returned a {type(optimizer).__name__}; it must return a "
             "torch.optim.Optimizer"
         )
+    needed = _needed_arguments(optimizer.step)
+    if needed:
+        raise TypeError(
+            f"{type(optimizer).__name__}.step() needs {needed}: it computes the loss several "
+            "times per step, but an engine does so once; pass another optimizer"
+        )
     return optimizer
 
 
@@ -108,11 +112,34 @@ def _wants_names(factory: OptimizerFn) -> bool:
     return next(iter(parameters), None) == "named_parameters"
 
 
-def check_scheduler(scheduler: Any) -> Any:
-    """Return the result of an `lr_scheduler`; an error if nothing could step it."""
+def _make_scheduler(factory: Callable[[Any], Any] | None, optimizer: Any) -> Any:
+    if factory is None:
+        return None
+    scheduler = factory(optimizer)
+    check_scheduler(scheduler)
+    return scheduler
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Refuse a scheduler that cannot be stepped after each batch."""
     if not callable(getattr(scheduler, "step", None)):
         raise TypeError(
             f"lr_scheduler(optimizer) returned a {type(scheduler).__name__}; it must return a "
             "scheduler with step()"
         )
-    return scheduler
+    needed = _needed_arguments(scheduler.step)
+    if needed:
+        raise TypeError(
+            f"{type(scheduler).__name__}.step() needs {needed}, but the engine steps schedulers "
+            "without arguments; leave out lr_scheduler, create this one for engine.optimizer, "
+            "and step it yourself"
+        )
+
+
+def _needed_arguments(function: Callable[..., Any]) -> list[str]:
+    return [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]

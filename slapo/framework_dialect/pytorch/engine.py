@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch
 from slapo.framework_dialect.engine import Engine
 from slapo.framework_dialect.gradients import (
@@ -198,6 +199,10 @@ class TorchEngineBase(Engine):
 
 
 _ALLOW = 'build with data_parallel_options={"find_unused_parameters": True}'
+_UNUSED = (
+    "DDP misses gradients of parameters that the last micro-batch did not use; "
+    f"{_ALLOW}, or freeze them"
+)
 
 
 class TorchEngine(TorchEngineBase):
@@ -241,8 +246,12 @@ class TorchEngine(TorchEngineBase):
 
     def _reduce_gradients(self) -> None:
         if isinstance(self.runner, DistributedDataParallel):
-            # Private by name, but documented to be called after a backward.
-            self.runner._check_reducer_finalized()
+            try:  # private by name, but documented to be called after a backward
+                self.runner._check_reducer_finalized()
+            except RuntimeError:
+                missed = [name for name, p in self.lowering.trainable() if p.grad is None]
+                named = f"{missed[:3]} got no gradient. " if missed else ""
+                raise SlapoError(named + _UNUSED) from None
         super()._reduce_gradients()
 
     def _forward_backward(self, batch: Batch) -> None:
