@@ -125,7 +125,8 @@ print(attention.mod.code)
 
 class Forgetful(FastAttention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, scale=1.0)
+        rate = self.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=rate, scale=1.0)
 
 
 other = sch["1.attention"]
