@@ -222,7 +222,7 @@ def require_seed(module: nn.Module, args: tuple[Any, ...]) -> None:
     """Pre-hook: require a seed, since each rank's heads need different random values."""
     if module.training and TENSOR_PARALLEL not in get_rng_tracker().get_states():
         raise SlapoError(
-            "attention drops weights of other heads on each rank, and no numbers are there for "
+            "attention drops weights of other heads on each rank, and no random state is set for "
             "that; call slapo.set_random_seed(seed, mesh=mesh), or tp_rank=sch.rank, before the "
             "first step"
         )

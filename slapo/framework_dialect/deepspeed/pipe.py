@@ -55,7 +55,7 @@ class StageLayer(nn.Module):
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Any:
         tensors = (inputs,) if isinstance(inputs, Tensor) else inputs
         if self.stage.index > 0:
-            assert self.arriving is not None, "told before the tensors came"
+            assert self.arriving is not None, "received before the tensors"
             tensors, self.anchor = unpack(self.arriving, tensors[0])
         output = self.stage(*tensors)
         if self.is_last:

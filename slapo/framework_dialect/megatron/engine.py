@@ -179,7 +179,7 @@ class MegatronEngine(Engine):
     def _shapes(self, *_: Any) -> tuple[list[Any], list[Any]]:
         """Shapes of received and sent buffers; a boundary has one shape for both directions."""
         arriving, leaving = self.chunk.arriving, self.chunk.leaving
-        assert arriving is not None, "told before the schedule runs"
+        assert arriving is not None, "set before the schedule runs"
         return [arriving.shape], [arriving.shape if leaving is None else leaving.shape]
 
     # --- gradients and the optimizer -----------------------------------------------------------

@@ -41,12 +41,12 @@ class ModelChunk(nn.Module):
         if self.pre_process:
             output = self.part(*batch.args, **batch.kwargs)
         else:
-            assert self.arriving is not None, "told before the schedule ran"
+            assert self.arriving is not None, "set before the schedule runs"
             assert self._received is not None, "the schedule receives first"
             tensors, self.anchor = unpack(self.arriving, self._received)
             self._received = None
             output = self.part(*tensors)
         if self.post_process:
             return output
-        assert self.leaving is not None, "told before the schedule ran"
+        assert self.leaving is not None, "set before the schedule runs"
         return pack(self.leaving, output, self.anchor)

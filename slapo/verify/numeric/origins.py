@@ -145,5 +145,5 @@ class Origins:
             if values is None:
                 values = found.new_zeros(lengths(box))
             values[index_of(shared, box)] = found
-        assert values is not None, "asked of what is covered"
+        assert values is not None, "asked for covered tensors only"
         return values
