@@ -156,16 +156,14 @@ def _functions(clock: _Clock) -> dict[str, float]:
     shape, ops = (512, 1024), torch.ops.aten
     other, chance = torch.randn(shape), torch.empty(shape)
     keep = other > 0
-    runs: dict[str, Callable[[Tensor], Any]] = {
-        "_softmax": lambda x: x.softmax(-1),
-        "_safe_softmax": lambda x: ops._safe_softmax(x, -1),
-        "_log_softmax": lambda x: x.log_softmax(-1),
-        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-        "native_dropout": lambda x: F.dropout(x, 0.1),
-        "bernoulli_": lambda x: chance.bernoulli_(0.9),
-        "where": lambda x: torch.where(keep, x, other),
-    }
-    runs_backward: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    runs: dict[str, Callable[[Tensor, Tensor], Any]] = {
+        "_softmax": lambda x, y: x.softmax(-1),
+        "_safe_softmax": lambda x, y: ops._safe_softmax(x, -1),
+        "_log_softmax": lambda x, y: x.log_softmax(-1),
+        "gelu_tanh": lambda x, y: F.gelu(x, approximate="tanh"),
+        "native_dropout": lambda x, y: F.dropout(x, 0.1),
+        "bernoulli_": lambda x, y: chance.bernoulli_(0.9),
+        "where": lambda x, y: torch.where(keep, x, other),
         "gelu_backward": ops.gelu_backward,
         "gelu_tanh_backward": lambda x, y: ops.gelu_backward(x, y, approximate="tanh"),
         "silu_backward": ops.silu_backward,
@@ -175,9 +173,9 @@ def _functions(clock: _Clock) -> dict[str, float]:
         ),
     }
     pair, one = _operands(2, *shape), _operands(1, *shape)
-    seconds = {name: clock.cold(run, pair) for name, run in runs_backward.items()}
-    for name in sorted(SLOW - set(runs_backward)):
-        seconds[name] = clock.cold(runs.get(name) or getattr(ops, name), one)
+    seconds = {name: clock.cold(run, pair) for name, run in runs.items()}
+    for name in sorted(SLOW - set(runs)):
+        seconds[name] = clock.cold(getattr(ops, name), one)
     return {name: total / math.prod(shape) for name, total in seconds.items()}
 
 

@@ -235,12 +235,10 @@ def _looks_up_its_input(found: Trace, path: str) -> bool:
 
     Hooks around a table turn its first argument into rows of this rank.
     """
-    nodes, weight = (
-        (n for n in found.nodes if n.call.path == path),
-        found.parameters[f"{path}.weight"],
-    )
-    given: set[int] = set()
-    for node in nodes:
+    weight, given = found.parameters[f"{path}.weight"], set[int]()
+    for node in found.nodes:
+        if node.call.path != path:
+            continue
         if node.kind == "entry" and node.name == input_names(node.call.module)[0]:
             given.update(node.outputs)
         elif node.kind == "operation" and weight in node.inputs and not given & {*node.inputs}:

@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from slapo.agreement import all_ranks_or_none, checksum, same_on_all_ranks
+from slapo.agreement import all_ranks_or_none, checksum, extremes, same_on_all_ranks
 from slapo.errors import SlapoError
 from slapo.mesh import group_among
 from slapo.op.cross_entropy import IGNORED
@@ -304,7 +304,7 @@ class BatchCheck:
 
     The pipeline and tensor-parallel ranks of one data-parallel coordinate each load their batch. If
     their loaders drift apart, training continues with wrong gradients. The ranks compare shapes,
-    dtypes and a checksum of the bytes.
+    dtypes and a checksum of the bytes, in small collectives.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -322,9 +322,13 @@ class BatchCheck:
         if self.group is None:
             return read()
         batch = all_ranks_or_none(what, read, self.group)
+        digest = batch_digest(batch)
+        largest, smallest = extremes(torch.tensor(digest, dtype=torch.int64), self.group)
+        if torch.equal(largest, smallest):
+            return batch
         same_on_all_ranks(
             f"{what}: the batch of data-parallel coordinate {self._dp}",
-            f"{_describe(batch)} with checksum {batch_digest(batch)[1]:x}",
+            f"{_describe(batch)} with checksum {digest[1]:x}",
             self.group,
             "seed and shard the data by mesh.get_local_rank('dp'), so that pp and tp ranks of "
             "one coordinate read the same data",

@@ -143,7 +143,8 @@ def _reduce(params: list[Parameter], group: dist.ProcessGroup, divisor: int) -> 
             if param.grad is None and count:
                 param.grad = torch.zeros_like(param)
     if any(param.grad is not None for param in params):
-        flat.div_(divisor)
+        if divisor != 1:
+            flat.div_(divisor)
         _copy(params, slots, to_slots=False)
 
 
