@@ -16,6 +16,15 @@ from slapo.cost.update import Update
 #: Fraction of the last backward that gradient reductions overlap with. A CPU overlaps nothing,
 #: since the cores that compute also copy and add.
 HIDDEN = 0.5
+#: Operators of DeepSpeed's ZeRO, counted on its engines: for each gradient that is ready, mostly
+#: views, and for each parameter of a rank's slice in the optimizer step, for the norm.
+ZERO_OPERATORS = 15, 2
+#: Bytes per element of that slice that the step moves besides the optimizer: it computes the norm
+#: in float64, copies the gradients into one tensor, and the result into the model.
+ZERO_TRAFFIC = 36
+#: ZeRO 3 gathers parameters of at most so many elements one by one after each step. This is
+#: DeepSpeed's ``stage3_param_persistence_threshold``.
+PERSISTENT = 100_000
 
 
 @dataclass(frozen=True)
@@ -90,7 +99,10 @@ def time_of(stages: list[StageParts], layout: Layout, machine: Machine, update: 
             _reduction(parts, layout, machine, hidden * cost["B"][0])
             for parts, cost in zip(stages, costs, strict=True)
         ),
-        update=max(machine.time_of(update.kernels_for(_stepped(p, layout))) for p in stages),
+        update=max(
+            machine.time_of(update.kernels_for(_stepped(p, layout))) + _zero(p, layout, machine)
+            for p in stages
+        ),
     )
 
 
@@ -156,6 +168,22 @@ def _stepped(parts: StageParts, layout: Layout) -> list[int]:
     return [sum(trained) // layout.dp] if layout.zero else trained
 
 
+def _zero(parts: StageParts, layout: Layout, machine: Machine) -> float:
+    """Return the seconds that DeepSpeed's ZeRO adds to an optimizer step."""
+    if layout.target != "deepspeed" or not layout.zero:
+        return 0.0
+    trained = [held for held in parts.held.values() if held.is_trained]
+    moved = ZERO_TRAFFIC * sum(held.elements for held in trained) / layout.dp
+    operators = ZERO_OPERATORS[1] * len(trained) / layout.dp
+    small = [held.size for held in trained if layout.zero == 3 and held.elements <= PERSISTENT]
+    talk = [("all_reduce", SINGLE), *(("all_gather", size) for size in small)]
+    return (
+        moved / (machine.bandwidth * machine.reached_bandwidth)
+        + operators * machine.overhead
+        + sum(machine.collective(name, size, layout.dp, layout.tp) for name, size in talk)
+    )
+
+
 def _reduction(parts: StageParts, layout: Layout, machine: Machine, hidden: float) -> float:
     """Return the seconds of data-parallel collectives that do not overlap with compute.
 
@@ -172,14 +200,18 @@ def _reduction(parts: StageParts, layout: Layout, machine: Machine, hidden: floa
     # One collective per layer, and one for the rest.
     units = len(set(parts.layer_of.values())) + 1 if is_sharded else 1
 
-    def seconds(name: str, size: float, copies: int) -> float:
+    def seconds(name: str, size: float, copies: float) -> float:
         moved = units * machine.collective(name, size / units, layout.dp, layout.tp)
         return moved + copies * 2 * size / (machine.bandwidth * machine.reached_bandwidth)
 
-    # Gradients are copied into and out of a flat buffer; DeepSpeed flattens its bucket again.
+    # Gradients are copied into and out of a flat buffer; DeepSpeed flattens its bucket again, and
+    # copies a rank's slice of it once more.
     scatters = is_sharded or (layout.target == "megatron" and layout.zero)
-    copies = 3 if layout.target == "deepspeed" else 2
+    is_zero = layout.target == "deepspeed" and layout.zero
+    copies = 2 + (layout.target == "deepspeed") + (2 / layout.dp if is_zero else 0)
     reduce = seconds("reduce_scatter" if scatters else "all_reduce", sums, copies)
+    if is_zero:
+        reduce += ZERO_OPERATORS[0] * len(trained) * machine.overhead
     gather = seconds("all_gather", size, 1)
     count = layout.micro_batches
     if layout.data_parallel == "fsdp":

@@ -430,7 +430,7 @@ def test_gradients_travel_as_engines_add_them() -> None:
 
 def test_who_reduces_and_who_scatters() -> None:
     """DeepSpeed all-reduces for ZeRO 1, and gathers; Megatron gives each rank its part at once."""
-    slow = Machine("slow", 1e12, 1e15, 1e13, inside=1e8)
+    slow = Machine("slow", 1e12, 1e15, 1e13, inside=1e8, overhead=0)
     ask = partial(dryrun, "llama", config_of("llama"), mesh={"dp": 2}, seq_len=16)
 
     def seconds(machine: Machine = slow, **options: Any) -> float:

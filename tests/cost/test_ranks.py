@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import slapo
+from slapo.cost import steptime
+from slapo.cost.meter import Meter
 from tests.cost.real import peak, predict
 from tests.distributed import run_distributed
 
@@ -91,3 +96,57 @@ def test_peak_of_two_ranks(mesh: dict[str, int], cases: list[Case]) -> None:
             if abs(error) > 0.05:
                 wrong.append(f"{key} {changes}, rank {rank}: {error:+.1%} of {found[number]}")
     assert not wrong
+
+
+class _Operators(TorchDispatchMode):
+    """Counts all operators, also views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def zero_step(rank: int, world: int) -> list[tuple[int, float]]:
+    """Operators that ZeRO 1 adds to a step, and bytes it moves, with 4 and with 12 parameters."""
+    mesh, size = slapo.init_mesh(dp=world, device="cpu"), 64
+    found = []
+    for count in (4, 12):
+        model = nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(count)))
+        x = torch.ones(8, size)
+        with _Operators() as plain:
+            model(x).sum().backward()
+        model.zero_grad()
+        engine, _ = slapo.build(
+            slapo.create_schedule(model, mesh=mesh),
+            mesh=mesh,
+            target="deepspeed",
+            zero=1,
+            loss_fn=lambda output, _: output.sum(),
+            optimizer=torch.optim.AdamW,
+        )
+        for _ in range(2):
+            engine.train_batch(iter([(x, x)]))
+        with _Operators() as all_of:
+            engine.train_batch(iter([(x, x)]))
+        with Meter() as meter:
+            engine.train_batch(iter([(x, x)]))
+        # The meter counts the destination of a copy twice.
+        parts = {
+            "copy_": 2 / 3,
+            **dict.fromkeys(("cat", "div_", "_to_copy", "linalg_vector_norm"), 1),
+        }
+        moved = sum(parts.get(kernel.name, 0.0) * kernel.moved for kernel in meter.kernels)
+        found.append((all_of.count - plain.count, moved))
+    return found
+
+
+@pytest.mark.distributed
+def test_what_zero_adds_to_a_step() -> None:
+    (few, less), (many, more) = run_distributed(zero_step, 2)[0]
+    ready, stepped = steptime.ZERO_OPERATORS
+    assert (many - few) / 8 == pytest.approx(ready + stepped / 2, rel=0.1)
+    # Three copies of all gradients and two of a rank's half, each read and written in float32.
+    copied = 8 * (3 + 2 / 2) + steptime.ZERO_TRAFFIC / 2
+    assert (more - less) / (8 * 64 * 64) == pytest.approx(copied, rel=0.02)
