@@ -53,7 +53,7 @@ def main():
     warmup = torch.optim.lr_scheduler.LinearLR(engine.optimizer, 0.1, total_iters=10)
     data = batches(args.folder, args.text, mesh)
     slapo.fit(engine, data, steps=args.steps, scheduler=warmup, save="run", save_every=10, log=log)
-    slapo.save_pretrained(engine, "tuned", dtype=dtype)  # whole, under the model's own names
+    slapo.save_pretrained(engine, "tuned", dtype=dtype, overwrite=True)  # the whole model
     dist.destroy_process_group()
 
 

@@ -143,6 +143,7 @@ def save_pretrained(
     max_shard_size: str | int = "50GB",
     dtype: torch.dtype | None = None,
     values: Mapping[str, Tensor] | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Write a model as an ordinary Hugging Face folder, which ``from_pretrained`` opens.
 
@@ -155,7 +156,7 @@ def save_pretrained(
     target
         A module or an engine that :func:`slapo.build` returned.
     folder
-        A new or empty folder.
+        A new or empty folder, unless `overwrite` is True.
     max_shard_size
         Largest size of a file in bytes, or a string such as ``"5GB"``.
     dtype
@@ -163,12 +164,15 @@ def save_pretrained(
     values
         Tensors of this rank to save instead of the model's, such as averages of them, with the
         names and shapes of ``state_dict()`` of `target`.
+    overwrite
+        Replace weights and configs in `folder`, once all are written beside it. Its other files
+        stay.
 
     Raises
     ------
     SlapoError
         If a tensor has no original, as in a module with weights of its own; if `folder` holds
-        files; or if `values` do not fit. Raised on every rank.
+        files and `overwrite` is False; or if `values` do not fit. Raised on every rank.
 
     Examples
     --------
@@ -189,11 +193,14 @@ def save_pretrained(
     original = _original(what, target)
     if isinstance(target, nn.Module):
         note_adapters(target, original)
-    same_on_all_ranks(what, {"folder": str(folder), "limit": limit, "dtype": str(dtype)})
+    same_on_all_ranks(
+        what,
+        {"folder": str(folder), "limit": limit, "dtype": str(dtype), "overwrite": overwrite},
+    )
     held = all_ranks_or_none(what, lambda: _held(target))
     if values is not None:
         held = all_ranks_or_none(what, lambda: _with_values(target, held, values))
-    export(original, held, Path(folder).absolute(), limit, dtype)
+    export(original, held, Path(folder).absolute(), limit, dtype, overwrite)
 
 
 def take_over_saving(model: nn.Module) -> None:
@@ -216,7 +223,8 @@ def _save_as_transformers(
             "save_pretrained of a sharded model takes only a folder and max_shard_size; call it "
             "with these, on every rank"
         )
-    save_pretrained(model, save_directory, max_shard_size=max_shard_size)
+    # Transformers overwrites, too.
+    save_pretrained(model, save_directory, max_shard_size=max_shard_size, overwrite=True)
 
 
 def _held(target: nn.Module | Engine) -> list[Held]:

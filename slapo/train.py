@@ -125,7 +125,7 @@ def main():
         log_every=max(1, STEPS // 20),
     )
     if engine.step_count == STEPS:
-        slapo.save_pretrained(engine, OUT, dtype=dtype)
+        slapo.save_pretrained(engine, OUT, dtype=dtype, overwrite=True)
         if tokenizer is not None and dist.get_rank() == 0:
             tokenizer.save_pretrained(OUT)
     dist.barrier()

@@ -54,6 +54,7 @@ def export(
     folder: Path,
     max_shard_size: int,
     dtype: torch.dtype | None,
+    overwrite: bool,
 ) -> None:
     """Write the folder: each rank writes some files, and fetches missing parts from the others."""
     all_ranks_or_none(_WHAT, lambda: check_origins(_WHAT, held))
@@ -69,7 +70,7 @@ def export(
     files = {ADAPTERS: list(disk)} if adapters else _shared_out(disk, max_shard_size)
     temporary = temporary_of(folder)
     on_first_rank = exchange.rank == 0
-    all_ranks_or_none(_WHAT, lambda: _start(folder, temporary) if on_first_rank else None)
+    all_ranks_or_none(_WHAT, lambda: _start(folder, temporary, overwrite) if on_first_rank else None)
     world = dist.get_world_size() if has_peers() else 1
     owners = {name: number % world for number, name in enumerate(files)}
     mine = [name for name in files if owners[name] == exchange.rank]
@@ -130,10 +131,10 @@ def _shared_out(disk: Mapping[str, Pieced], limit: int) -> dict[str, list[str]]:
     return {f"model-{k:05d}-of-{count:05d}.safetensors": part for k, part in enumerate(parts, 1)}
 
 
-def _start(folder: Path, temporary: Path) -> None:
-    if folder.is_dir() and any(folder.iterdir()):
+def _start(folder: Path, temporary: Path, overwrite: bool) -> None:
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
         raise SlapoError(
-            f"save_pretrained: {folder} is not empty; pass a new folder, or remove it first"
+            f"save_pretrained: {folder} is not empty; pass a new folder, or overwrite=True"
         )
     if folder.exists() and not folder.is_dir():
         raise SlapoError(f"save_pretrained: {folder} is a file; pass a folder")
@@ -201,7 +202,7 @@ def _finish(
     temporary: Path,
     folder: Path,
 ) -> None:
-    """Write configs and the index, then rename the folder, which marks it as complete."""
+    """Write configs and the index, then give the complete folder its name."""
     if ADAPTERS in files:
         _write_config_of_adapters(original, temporary)
     elif original.is_of_transformers:
@@ -212,9 +213,23 @@ def _finish(
         where = {key: name for name, keys in files.items() for key in keys}
         text = json.dumps({"metadata": metadata, "weight_map": where}, indent=2, sort_keys=True)
         (temporary / INDEX).write_text(text + "\n")
+    if folder.is_dir() and any(folder.iterdir()):
+        _replace(temporary, folder, full=ADAPTERS not in files)
+        return
     if folder.is_dir():
-        folder.rmdir()  # it is empty
+        folder.rmdir()
     os.rename(temporary, folder)
+
+
+def _replace(temporary: Path, folder: Path, full: bool) -> None:
+    """Replace the weights and configs of a folder; its other files stay, such as a tokenizer's."""
+    # Weights in other files than the new ones would be read too. Adapters leave the base model's.
+    for pattern in ("adapter_*", *(("*model*.safetensors*", "*model*.bin*") if full else ())):
+        for path in folder.glob(pattern):
+            path.unlink()
+    for path in temporary.iterdir():
+        os.replace(path, folder / path.name)
+    temporary.rmdir()
 
 
 def _write_configs(original: Original, disk: Mapping[str, Pieced], folder: Path) -> None:

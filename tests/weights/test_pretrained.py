@@ -627,6 +627,35 @@ def test_wrong_targets_and_options(folders: Path, tmp_path: Path) -> None:
         assert message in error_of(act)
 
 
+def overwrites(rank: int, world: int, where: str) -> list[str]:
+    mesh = slapo.init_mesh(tp=2, device="cpu")
+    folder = f"{where}/out"
+    model, _ = slapo.build(slapo.apply_schedule(llama(), "llama", group=mesh["tp"]))
+    slapo.save_pretrained(model, folder, max_shard_size=LIMIT)
+    if rank == 0:
+        for name in ("tokenizer.json", "adapter_config.json", "pytorch_model.bin"):
+            Path(folder, name).touch()
+    torch.distributed.barrier()
+    unlike = error_of(lambda: slapo.save_pretrained(model, folder, overwrite=rank == 0))
+    refused = error_of(lambda: slapo.save_pretrained(model, folder))
+    for parameter in model.parameters():
+        parameter.data.mul_(2)
+    slapo.save_pretrained(model, folder, overwrite=True)
+    slapo.save_pretrained(model, f"{where}/new", overwrite=True)
+    return [unlike, refused]
+
+
+@pytest.mark.distributed
+def test_a_folder_is_overwritten_on_request(tmp_path: Path) -> None:
+    for unlike, refused in run_distributed(overwrites, 2, str(tmp_path)):
+        assert "overwrite" in unlike
+        assert "is not empty; pass a new folder, or overwrite=True" in refused
+    assert differences(tmp_path / "new", tmp_path / "out") == []
+    # Neither the several files of the first call nor weights of another format are left.
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files - {path.name for path in (tmp_path / "new").iterdir()} == {"tokenizer.json"}
+
+
 # --- on meta, and in the hands of others ---------------------------------------------------------
 def test_a_packed_layer_on_meta_is_read(tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -651,6 +680,8 @@ def sharded_by_transformers_own_method(rank: int, world: int, where: str) -> Non
     model, _ = slapo.build(sch)
     model.save_pretrained(f"{where}/out", max_shard_size=LIMIT)
     copy.deepcopy(model).save_pretrained(f"{where}/copied", max_shard_size=LIMIT)
+    # As with Transformers, a second call overwrites.
+    model.save_pretrained(f"{where}/copied", max_shard_size=LIMIT)
     with pytest.raises(slapo.SlapoError, match="takes only a folder and max_shard_size"):
         model.save_pretrained(f"{where}/other", state_dict={})
 
