@@ -78,7 +78,7 @@ def _add_check(commands: Any) -> None:
         "make",
         metavar="SCRIPT.py:FUNCTION",
         help="a function without arguments that returns (model, schedule) or (model, schedule, "
-        "example_inputs); or MODULE:FUNCTION",
+        "example_inputs), where schedule(sch) applies the primitives; or MODULE:FUNCTION",
     )
     _add_ranks(check)
     check.add_argument(
