@@ -6,9 +6,9 @@ import json
 import os
 import shutil
 import sys
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,14 +56,13 @@ class Saving:
 
     def __init__(self, step: int, path: Path) -> None:
         self.step, self.path = step, path
-        self._thread: threading.Thread | None = None
+        self._write: Future[None] | None = None
         #: copied tensors, whose memory the next save of this engine reuses
         self.copies: dict[Any, Tensor] = {}
-        self._error: BaseException | None = None
 
     def done(self) -> bool:
         """Return whether the save is complete or has failed."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._write is None or self._write.done()
 
     def result(self) -> Path:
         """Wait until the step is complete.
@@ -78,21 +77,14 @@ class Saving:
         SlapoError, OSError
             If it could not be saved.
         """
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
+        if self._write is not None:
+            self._write.result()
         return self.path
 
-    def _run(self, write: Any) -> None:
-        try:
-            write()
-        except BaseException as error:
-            self._error = error
-
-    def _start(self, write: Any) -> None:
-        self._thread = threading.Thread(target=self._run, args=(write,), name="slapo-save")
-        self._thread.start()
+    def _start(self, write: Callable[[], None]) -> None:
+        thread = ThreadPoolExecutor(1, "slapo-save")
+        self._write = thread.submit(write)
+        thread.shutdown(wait=False)  # it ends after this write
 
 
 def save(
