@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +111,9 @@ def save(
     own["odd"] = mine.odd
     tensors: list[Tensor] = []
     text = all_ranks_or_none(_WHAT, lambda: json.dumps(encode(own, tensors, "state")).encode())
-    job = _Job(rank, folder, manifest, _values(mine, shares[rank]), keep, group)
-    job.own = {
-        "own": torch.frombuffer(bytearray(text), dtype=torch.uint8),
-        **{f"own.{k}": tensor for k, tensor in enumerate(tensors)},
-    }
+    state = {f"own.{k}": tensor for k, tensor in enumerate(tensors)}
+    state["own"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    job = _Job(rank, folder, manifest, _values(mine, shares[rank]), state, keep, group)
     all_ranks_or_none(_WHAT, lambda: _start(folder) if rank == 0 else None)
     saving = Saving(engine.step_count, folder)
     if wait:
@@ -244,9 +242,9 @@ class _Job:
     folder: Path
     manifest: Manifest
     values: dict[tuple[Key, Box], Tensor]
+    own: dict[str, Tensor]
     keep: int | None
     group: dist.ProcessGroup | None
-    own: dict[str, Tensor] = field(default_factory=dict)
 
     def copy(self, room: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
         """Copy the values, so that training can continue; reuses the memory in `room` if it fits.
