@@ -21,7 +21,7 @@ from slapo.history import Record, digest, spelled
 from slapo.optimizers import Known
 from slapo.sharding.groups import GroupHandle
 from slapo.weights.provenance import write_down
-from slapo.weights.ties import TieGroups
+from slapo.weights.slots import TieGroups
 from slapo.wrapper import innermost
 
 if TYPE_CHECKING:
