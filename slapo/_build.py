@@ -36,7 +36,7 @@ from slapo.weights.holdings import holdings
 from slapo.weights.materialize import has_meta_tensors, materialize
 from slapo.weights.meta import allow_calls
 from slapo.weights.provenance import note_adapters, write_down
-from slapo.weights.ties import TieGroups, check_ties
+from slapo.weights.slots import TieGroups, check_ties
 from slapo.wrapper import innermost
 
 logger = get_logger("slapo")

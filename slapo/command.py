@@ -7,12 +7,16 @@ import importlib
 import importlib.util
 import inspect
 import os
+import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from slapo.doctor import report
+import torch
+import torch.distributed as dist
+
 from slapo.errors import MissingPackageError, SlapoError, require_count, with_nearest
 from slapo.model_schedule import apply_schedule, recipe_keys, recipe_of
 from slapo.model_schedule.drafts import draft
@@ -26,6 +30,20 @@ from slapo.weights.meta import init_empty_weights
 _OTHERS = {
     AUTO: "Any model: the recipe of its family, or else a draft.",
     DRAFT: "Any model: a schedule derived from it, see slapo draft.",
+}
+
+
+#: Package -> (extra that installs it, features that need it).
+_OPTIONAL = {
+    "transformers": ("hf", "Hugging Face models, slapo train, slapo suggest"),
+    "deepspeed": ("deepspeed", 'target="deepspeed"'),
+    "megatron-core": ("megatron", 'target="megatron"'),
+    "triton": ("kernels", "fused kernels on CUDA"),
+    "liger-kernel": ("kernels", "gated MLPs and RMS norms on CUDA"),
+    "xformers": ("kernels", "xFormers attention on CUDA"),
+    "optuna": ("tune", "slapo tune"),
+    "matplotlib": ("tune", "plots of slapo tune and slapo dryrun"),
+    "rich": ("examples", "examples/quickstart.py"),
 }
 
 
@@ -266,9 +284,42 @@ def _inspect(given: argparse.Namespace) -> int:
 
 
 def _doctor(given: argparse.Namespace) -> int:
-    for line in report():
+    for line in _report():
         print(line)
     return 0
+
+
+def _report() -> Iterator[str]:
+    """Yield lines about this machine, versions and missing packages."""
+    yield f"slapo {metadata.version('slapo')}, Python {platform.python_version()}"
+    yield f"torch {torch.__version__} on {platform.platform()}"
+    yield f"devices: {_devices()}"
+    backends = [name for name in ("gloo", "nccl", "mpi") if _has_backend(name)]
+    yield f"torch.distributed backends: {', '.join(backends) or 'none'}"
+    missing: dict[str, list[str]] = {}
+    for package, (extra, use) in _OPTIONAL.items():
+        try:
+            yield f"{package} {metadata.version(package)}"
+        except metadata.PackageNotFoundError:
+            missing.setdefault(extra, []).append(f"{package} ({use})")
+    for extra, packages in missing.items():
+        yield f"not installed: {', '.join(packages)}; pip install 'slapo[{extra}]'"
+
+
+def _devices() -> str:
+    cores = f"{os.cpu_count()} CPU cores"
+    if not torch.accelerator.is_available():
+        return f"{cores}, no accelerator"
+    count, kind = torch.accelerator.device_count(), torch.accelerator.current_accelerator()
+    if not torch.cuda.is_available():
+        return f"{cores}, {count} x {kind}"
+    properties = torch.cuda.get_device_properties(0)
+    memory = properties.total_memory / 2**30
+    return f"{cores}, {count} x {properties.name} ({memory:.0f} GiB), CUDA {torch.version.cuda}"
+
+
+def _has_backend(name: str) -> bool:
+    return dist.is_available() and bool(getattr(dist, f"is_{name}_available")())
 
 
 def _add_passed_on(

@@ -6,7 +6,7 @@ import copy
 import difflib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -21,7 +21,7 @@ from slapo.history import Record, digest, spelled
 from slapo.optimizers import Known
 from slapo.sharding.groups import GroupHandle
 from slapo.weights.provenance import write_down
-from slapo.weights.ties import TieGroups
+from slapo.weights.slots import TieGroups
 from slapo.wrapper import innermost
 
 if TYPE_CHECKING:
@@ -143,23 +143,17 @@ class ScheduleState:
 
     def copy(self) -> ScheduleState:
         """Return an independent copy."""
-        nodes = {key: list(nodes) for key, nodes in self.nodes_of.items()}
-        return ScheduleState(
-            self.ties,
-            self.start_note,
-            list(self.history),
-            nodes,
-            set(self.followed),
-            {},
-            {},
-            {},
-            self.original,
-            self.loader,
-            list(self.numbers),
-            None,
-            self.example_inputs,
-            None,
-            self.depth,
+        return replace(
+            self,
+            history=list(self.history),
+            nodes_of={key: list(nodes) for key, nodes in self.nodes_of.items()},
+            followed=set(self.followed),
+            captured={},
+            shared_captures={},
+            parameters={},
+            numbers=list(self.numbers),
+            built_for=None,
+            admits=None,
         )
 
     def restore(self, other: ScheduleState) -> None:

@@ -52,7 +52,7 @@ from slapo.sharding.tp_group import resolve_group
 from slapo.snapshot import Snapshot
 from slapo.weights.meta import refuse_calls
 from slapo.weights.provenance import note_origins
-from slapo.weights.ties import TieGroups
+from slapo.weights.slots import TieGroups
 from slapo.wrapper import innermost
 
 logger = get_logger()

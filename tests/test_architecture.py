@@ -31,7 +31,7 @@ FLOORS = [
     ["_build", "_replay"],
     ["autotune", "model_schedule"],
     ["cost"],
-    ["doctor", "train"],
+    ["train"],
     ["command"],
     ["__init__", "__main__"],
 ]

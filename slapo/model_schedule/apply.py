@@ -155,14 +155,13 @@ class _RecipeRun:
     def split_layers(self) -> None:
         """Shard the regions, and the tokens between them."""
         if self.recipe.splits:
-            stacks = {stack: self.layers(n) for n, stack in enumerate(self.recipe.stacks)}
+            stacks = dict(zip(self.recipe.stacks, self.layers(), strict=True))
             split(self.base, self.recipe.splits, stacks, self.spreads)
             return
         key_values = self.few_key_values()
         # Hooks around a stack cannot run when a stage ends inside it.
         here = self.options.pipeline_cuts is not None
-        for number, stack in enumerate(self.recipe.stacks):
-            layers = self.layers(number)
+        for stack, layers in zip(self.recipe.stacks, self.layers(), strict=True):
             for layer in layers:
                 for region in stack.regions:
                     verbs.split_region(layer, region, self.spreads, key_values, here)
@@ -229,7 +228,7 @@ class _RecipeRun:
             split_loss(self.sch, self.head)
 
     def cut(self) -> None:
-        paths = [[layer.path for layer in self.layers(n)] for n in range(len(self.recipe.stacks))]
+        paths = [[layer.path for layer in layers] for layers in self.layers()]
         inputs = self.example_inputs()
         cut(self.sch, self.prefix, self.recipe.stacks, paths, self.ends(), inputs)
 
@@ -239,20 +238,20 @@ class _RecipeRun:
         return inputs_for(self.sch, self.options, self.config)
 
     # --- the model --------------------------------------------------------------------------------
-    def layers(self, number: int) -> list[Schedule]:
-        return list(self.base.select(f"{self.recipe.stacks[number].layers}.*"))
+    def layers(self) -> list[list[Schedule]]:
+        """Return the layers of each stack."""
+        return [list(self.base.select(f"{stack.layers}.*")) for stack in self.recipe.stacks]
 
     def all_layers(self) -> list[Schedule]:
-        return [layer for n in range(len(self.recipe.stacks)) for layer in self.layers(n)]
+        return [layer for layers in self.layers() for layer in layers]
 
     def ends(self) -> list[int]:
         """Return the indices of the layers that end a stage, over all stacks."""
-        paths = [[layer.path for layer in self.layers(n)] for n in range(len(self.recipe.stacks))]
         cuts = self.options.pipeline_cuts
         if isinstance(cuts, int):
-            flat = [path for each in paths for path in each]
+            flat = [layer.path for layer in self.all_layers()]
             return even_cuts(layer_costs(self.sch.mod, flat, self.head), cuts)
-        return chosen_cuts(cuts, [len(each) for each in paths])
+        return chosen_cuts(cuts, [len(layers) for layers in self.layers()])
 
 
 def inputs_for(sch: Schedule, options: Options, config: Any) -> dict[str, Any]:

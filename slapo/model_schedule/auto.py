@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from slapo.errors import PlacementError, VerificationError
 from slapo.logger import get_logger
+from slapo.model_schedule.few_layers import shorten_config
 from slapo.model_schedule.losses import own_loss
 from slapo.model_schedule.recipe import Recipe, Stack
 from slapo.model_schedule.registry import recipe_keys, recipe_of
@@ -106,9 +107,7 @@ def _compare(
         layers = getattr(text, "num_hidden_layers", 0)
         with suppress(NotImplementedError):  # from configs that count the layers of two stacks
             text.num_hidden_layers = min(2, layers)
-            for name, value in list(vars(text).items()):
-                if isinstance(value, list) and len(value) == layers:  # one for each layer
-                    setattr(text, name, value[:2])
+            shorten_config(text, layers, range(min(2, layers)))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # all ranks have to start with the same weights
         small = type(model)(config).train(model.training)

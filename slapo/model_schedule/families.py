@@ -145,6 +145,8 @@ _ATTENTION = Region(
     key_values="self_attn.k_proj self_attn.v_proj",
     groups="self_attn.num_key_value_groups",
 )
+#: Attention that norms queries and keys per head, with one weight for all heads.
+_ATTENTION_WITH_NORMS = replace(_ATTENTION, inside="self_attn.q_norm self_attn.k_norm")
 _GATED_MLP = Region("mlp", columns="mlp.gate_proj mlp.up_proj", rows="mlp.down_proj")
 
 
@@ -154,27 +156,19 @@ def llama(config: Any) -> Recipe:
     return _decoder(_ATTENTION, _GATED_MLP)
 
 
-def _decoder(*regions: Region) -> Recipe:
+def _decoder(*regions: Region, within: str = "") -> Recipe:
     """Return a recipe of layers with these regions, between an embedding and a norm."""
     return Recipe(
-        stacks=(Stack("layers", regions, last="norm"),),
-        embeddings="embed_tokens",
+        stacks=(Stack(f"{within}layers", regions, last=f"{within}norm"),),
+        embeddings=f"{within}embed_tokens",
         key_value_heads="num_key_value_heads",
     )
-
-
-def _with_head_norms(recipe: Recipe) -> Recipe:
-    """Add the norms of queries and keys: applied per head, with one weight for all heads."""
-    (stack,) = recipe.stacks
-    attention, *others = stack.regions
-    attention = replace(attention, inside="self_attn.q_norm self_attn.k_norm")
-    return replace(recipe, stacks=(replace(stack, regions=(attention, *others)),))
 
 
 @register_recipe("qwen3")
 def qwen3(config: Any) -> Recipe:
     """Qwen3: Llama with per-head norms."""
-    return _with_head_norms(_decoder(_ATTENTION, _GATED_MLP))
+    return _decoder(_ATTENTION_WITH_NORMS, _GATED_MLP)
 
 
 @register_recipe("gemma")
@@ -186,12 +180,8 @@ def gemma(config: Any) -> Recipe:
 @register_recipe("gemma3", "gemma3_text")
 def gemma3(config: Any) -> Recipe:
     """Gemma 3: Gemma with per-head norms and sliding windows; for image models, the text part."""
-    recipe = _with_head_norms(_decoder(_ATTENTION, _GATED_MLP))
-    if not hasattr(config, "vision_config"):
-        return recipe
-    (stack,) = recipe.stacks
-    within = replace(stack, layers="language_model.layers", last="language_model.norm")
-    return replace(recipe, stacks=(within,), embeddings="language_model.embed_tokens")
+    within = "language_model." if hasattr(config, "vision_config") else ""
+    return _decoder(_ATTENTION_WITH_NORMS, _GATED_MLP, within=within)
 
 
 @register_recipe("mixtral")

@@ -63,7 +63,7 @@ def _keep_few(model: nn.Module, path: str, layers: nn.ModuleList, few: bool) -> 
     if len(kept) < len(layers):
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, nn.ModuleList(layers[n] for n in kept))
-        _shorten_config(getattr(model, "config", None), len(layers), kept)
+        shorten_config(getattr(model, "config", None), len(layers), kept)
     return ReducedStack(path, kept, [kept.index(n) for n in stand_ins])
 
 
@@ -80,7 +80,7 @@ def _kind(layer: nn.Module) -> Any:
     return tuple(parts)
 
 
-def _shorten_config(config: Any, count: int, kept: Sequence[int]) -> None:
+def shorten_config(config: Any, count: int, kept: Sequence[int]) -> None:
     """Shorten config lists with one entry per layer to the kept layers."""
     for each in (config, getattr(config, "text_config", None)):
         for name, value in list(getattr(each, "__dict__", {}).items()):

@@ -17,48 +17,19 @@ from slapo.schedule import Schedule
 
 logger = get_logger()
 
-#: Classes that compute the tanh form of GELU operation by operation.
-_GELUS = ("NewGELUActivation", "FastGELUActivation")
-#: Norms that :class:`slapo.op.norm.RMSNorm` computes.
-_NORMS = (
-    "LlamaRMSNorm",
-    "MistralRMSNorm",
-    "Qwen2RMSNorm",
-    "Qwen3RMSNorm",
-    "MixtralRMSNorm",
-)
-#: Norms that add 1 to their weight.
-_NORMS_OF_OFFSETS = ("GemmaRMSNorm", "Gemma3RMSNorm")
-#: Blocks that :class:`slapo.op.mlp.GatedMLP` computes.
-_GATED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "GemmaMLP", "Gemma3MLP")
-
-#: Layer tails (dense, dropout, residual, norm) that :class:`slapo.op.residual.DenseDropoutAddNorm`
-#: computes.
-_ENDS = ("BertSelfOutput", "BertOutput", "RobertaSelfOutput", "RobertaOutput")
-
 
 def use_kernels(base: Schedule) -> None:
     """Replace activations, norms and gated blocks of known classes below `base`."""
-    makers: dict[str, Callable[[str, Any], nn.Module]] = {
-        "GELUActivation": exact_gelu,
-        **dict.fromkeys(_GELUS, tanh_gelu),
-        **dict.fromkeys(_NORMS, rms_norm),
-        **dict.fromkeys(_NORMS_OF_OFFSETS, rms_norm_of_offsets),
-        "T5LayerNorm": rms_norm_of_t5,
-        **dict.fromkeys(_GATED, gated_mlp),
-        "T5DenseGatedActDense": gated_dense,
-        **dict.fromkeys(_ENDS, end_of_half),
-    }
     classes = {type(module) for module in base.mod.modules()}
     for module in base.mod.modules():
-        if type(module).__name__ in makers and "forward" in vars(module):
+        if type(module).__name__ in _MAKERS and "forward" in vars(module):
             raise ValueError(
                 f"kernels: a {type(module).__name__} of the model has a patched forward, which "
                 "its replacement would drop; pass kernels=False, or patch it afterwards"
             )
     for cls in sorted(classes, key=lambda each: each.__name__):
-        if cls.__name__ in makers and cls.__module__.startswith("transformers."):
-            base.replace_all(cls, makers[cls.__name__])
+        if cls.__name__ in _MAKERS and cls.__module__.startswith("transformers."):
+            base.replace_all(cls, _MAKERS[cls.__name__])
 
 
 def exact_gelu(path: str, module: nn.Module) -> nn.GELU:
@@ -99,6 +70,33 @@ def gated_dense(path: str, module: nn.Module) -> GatedDense:
 def end_of_half(path: str, module: nn.Module) -> DenseDropoutAddNorm:
     """Return dropout, residual and norm as one module, which can run them as one kernel."""
     return DenseDropoutAddNorm.like(module)
+
+
+#: Name of a class in Transformers -> maker of the replacement.
+_MAKERS: dict[str, Callable[[str, Any], nn.Module]] = {
+    "GELUActivation": exact_gelu,
+    "NewGELUActivation": tanh_gelu,
+    "FastGELUActivation": tanh_gelu,
+    "LlamaRMSNorm": rms_norm,
+    "MistralRMSNorm": rms_norm,
+    "Qwen2RMSNorm": rms_norm,
+    "Qwen3RMSNorm": rms_norm,
+    "MixtralRMSNorm": rms_norm,
+    "GemmaRMSNorm": rms_norm_of_offsets,
+    "Gemma3RMSNorm": rms_norm_of_offsets,
+    "T5LayerNorm": rms_norm_of_t5,
+    "LlamaMLP": gated_mlp,
+    "MistralMLP": gated_mlp,
+    "Qwen2MLP": gated_mlp,
+    "Qwen3MLP": gated_mlp,
+    "GemmaMLP": gated_mlp,
+    "Gemma3MLP": gated_mlp,
+    "T5DenseGatedActDense": gated_dense,
+    "BertSelfOutput": end_of_half,
+    "BertOutput": end_of_half,
+    "RobertaSelfOutput": end_of_half,
+    "RobertaOutput": end_of_half,
+}
 
 
 def use_backend(sch: Schedule, name: str, required: bool) -> bool:

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from slapo.errors import SlapoError
+from slapo.model_schedule.tensor_parallel import group_of
 from slapo.op.cross_entropy import IGNORED, token_losses
 from slapo.op.linear_loss import LossHead, Targets
 from slapo.schedule import Schedule
-from slapo.sharding.state import sharding_of, shards_of
+from slapo.sharding.state import shards_of
 from slapo.wrapper import innermost
 
 #: Attribute of a model: the targets of the current call.
@@ -275,7 +276,7 @@ def put_split_loss(module: nn.Module, args: tuple[Any, ...], output: Any, *, hea
     layer = innermost(module.get_submodule(head))
     start = shards_of(layer)["weight"].start
     each = token_losses(
-        logits, targets.moved(), start, _group(layer), ignore_index=targets.ignore_index
+        logits, targets.moved(), start, group_of(layer), ignore_index=targets.ignore_index
     )
     loss = targets.mean(each.sum())
     if isinstance(output, tuple):
@@ -305,12 +306,6 @@ def _head(module: nn.Module, head: str) -> LossHead:
             "the model"
         )
     return found
-
-
-def _group(layer: nn.Module) -> Any:
-    state = sharding_of(layer)
-    assert state is not None, "the head is split"
-    return state.group.group
 
 
 def _whole_loss(module: nn.Module, loss: Tensor, output: Any) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from slapo.history import contains
 from slapo.model_schedule.recipe import Recipe, Stack
 from slapo.model_schedule.tensor_parallel import tensor_by_head
 from slapo.op.attention import known_backend
@@ -51,7 +52,10 @@ class Options:
         is_number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
         if not is_number or not 0 <= ratio <= 1:
             raise ValueError(f"ckpt_ratio is {ratio!r}; pass a fraction of the layers, from 0 to 1")
-        _check_choice("checkpoint_method", self.checkpoint_method, METHODS)
+        if self.checkpoint_method not in METHODS:
+            raise ValueError(
+                f"checkpoint_method is {self.checkpoint_method!r}; pass one of {list(METHODS)}"
+            )
         if self.attn_op_name is not None:
             object.__setattr__(self, "attn_op_name", known_backend(self.attn_op_name))
         if self.pipeline_cuts is not None:
@@ -83,11 +87,6 @@ class Options:
         """Return the options that differ from the defaults."""
         pairs = ((each.name, getattr(self, each.name), each.default) for each in fields(self))
         return {name: value for name, value, default in pairs if value != default}
-
-
-def _check_choice(name: str, value: Any, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} is {value!r}; pass one of {list(known)}")
 
 
 # --- limits of the model, its family and the group -----------------------------------------------
@@ -221,7 +220,7 @@ _IN_LAYERS: tuple[tuple[str, str, Callable[[Schedule, str], bool]], ...] = (
 
 
 def _lies_in(path: str, modules: Iterable[str]) -> bool:
-    return any(f"{path}.".startswith(f"{each}.") for each in modules)
+    return any(contains(module, path) for module in modules)
 
 
 def _check_counts(config: Any, recipe: Recipe, ranks: int) -> None:

@@ -34,7 +34,7 @@ from torch import nn
 from slapo.errors import with_nearest
 from slapo.history import contains
 from slapo.model_schedule.recipe import TOKENS, Stack
-from slapo.model_schedule.tensor_parallel import split_column, split_row, spread_tokens
+from slapo.model_schedule.tensor_parallel import split_column, split_row, spread_tokens, sum_output
 from slapo.schedule import Schedule
 from slapo.sharding.state import shards_of
 from slapo.wrapper import innermost
@@ -139,10 +139,7 @@ class _Split:
         elif name in ("rows", "sum"):
             if name == "rows":
                 split_row(node)
-            if has_tokens:
-                node.sync("fwd_post", "reduce_scatter", axis=TOKENS)
-            else:
-                node.sync("fwd_post", "all_reduce")
+            sum_output(node, TOKENS if has_tokens else None)
         elif name == "sum_grad":
             takes = inspect.signature(node.mod.forward).parameters
             if len(takes) == 1 and not set(names) <= takes.keys():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -97,10 +98,8 @@ def cut(
         first += len(paths)
         whole = own[-1:] == [len(paths) - 1]
         within = own[:-1] if whole else own
-        containers += [container] if within or not whole else []
+        containers += [container] if within else []
         places += [paths[n] for n in within] + ([container] if whole else [])
-        if not within and not whole:
-            containers.remove(container)
     _trace(sch, containers or [p.rpartition(".")[0] for p in places], inputs)
     for path in places:
         sch[path].cut_pipeline_stage()
@@ -113,8 +112,6 @@ def _container(sch: Schedule, path: str) -> str:
 
 
 def _trace(sch: Schedule, containers: Sequence[str], inputs: Mapping[str, Any]) -> None:
-    import inspect
-
     takes = inspect.signature(sch.mod.forward).parameters
     fixed = {"use_cache": False} if "use_cache" in takes and "use_cache" not in inputs else {}
     with warnings.catch_warnings(record=True) as caught:

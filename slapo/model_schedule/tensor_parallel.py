@@ -49,7 +49,7 @@ def _out_axis(module: nn.Module) -> int:
     return 1 if type(module).__name__ == "Conv1D" else 0
 
 
-def _sum(node: Schedule, axis: int | None) -> None:
+def sum_output(node: Schedule, axis: int | None) -> None:
     """All-reduce the partial sums, or reduce-scatter them along an axis."""
     if axis is None:
         node.sync("fwd_post", "all_reduce")
@@ -73,7 +73,7 @@ def split_region(
     for path in region.columns.split():
         split_column(layer[path], region.blocks, key_values if path in few else None)
     for path in region.rows.split():
-        _sum(split_row(layer[path]), axis)
+        sum_output(split_row(layer[path]), axis)
     for path in region.inside.split():
         sum_gradients(layer[path])
     for path in region.by_head.split():
@@ -82,7 +82,7 @@ def split_region(
             node.shard(name, axis=axis)
     if region.experts:
         _split_experts(layer[region.experts])
-        _sum(layer[region.enter], axis)
+        sum_output(layer[region.enter], axis)
     for path in region.forked.split():
         # Dropout with p=0 draws no random values.
         if path in layer and getattr(layer[path].mod, "p", None) != 0.0:

@@ -25,7 +25,7 @@ from slapo.primitives.wrapping import check_called, check_module
 from slapo.sharding.partial import defer_bias_as
 from slapo.sharding.state import copy_shards, make_sharding, move_syncs, shards_of
 from slapo.weights.provenance import dropped_values, inherit_weights
-from slapo.weights.ties import TiePlan
+from slapo.weights.slots import TiePlan
 from slapo.wrapper import innermost, replace_innermost
 
 logger = get_logger("slapo")

@@ -15,7 +15,7 @@ from slapo.sharding.guards import refuse_clipping, refuse_methods
 from slapo.sharding.shards import ShardPlan
 from slapo.sharding.slicing import Cut, make_spec
 from slapo.sharding.state import shards_of
-from slapo.weights.ties import owner_of
+from slapo.weights.slots import parameter_slot
 from slapo.wrapper import innermost, is_adapted
 
 logger = get_logger()
@@ -153,10 +153,9 @@ def _tied_plans(sch: Node, module: nn.Module, tensor_name: str, cut: Cut) -> dic
     plans: dict[str, ShardPlan] = {}
     owners = {id(module._parameters)}
     for name in sorted(sch.state.ties.partners(_full_name(sch, tensor_name))):
-        found = owner_of(top.mod, name)
-        if found is None or id(found[0]._parameters) in owners:
+        slot = parameter_slot(top.mod, name)
+        if slot is None or id(slot.owner._parameters) in owners:
             continue
-        owner, leaf = innermost(found[0]), found[1]
-        owners.add(id(owner._parameters))
-        plans[name] = ShardPlan(owner, leaf, cut, sch.group)
+        owners.add(id(slot.owner._parameters))
+        plans[name] = ShardPlan(innermost(slot.owner), slot.leaf, cut, sch.group)
     return plans

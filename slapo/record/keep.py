@@ -1,4 +1,4 @@
-"""Encoding of arguments for a record, and decoding from JSON."""
+"""Encoding of arguments for a record."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from slapo.history import describe
 from slapo.node import Node
-from slapo.record.modules import ModuleSpec, keep_module
+from slapo.record.modules import keep_module
 from slapo.record.parts import (
     PLAIN,
     MadeBy,
@@ -17,17 +17,11 @@ from slapo.record.parts import (
     Part,
     Partial,
     Unnamed,
-    Values,
-    decode_plain,
     keep_callable,
     keep_tensor,
     map_inner,
 )
-from slapo.record.subgraphs import Found, is_found, keep_found
-
-_PARTS: dict[str, type[Part]] = {
-    part.tag: part for part in (Found, MadeBy, Named, Partial, ModuleSpec, Values)
-}
+from slapo.record.subgraphs import is_found, keep_found
 
 
 def keep(value: Any, node: Node) -> Any:
@@ -72,17 +66,3 @@ def made_by(make: Any, module: nn.Module, node: Node) -> Any:
     function = keep(make, node)
     is_named = isinstance(function, (Named, Partial))
     return MadeBy(function, describe(module)) if is_named else keep(module, node)
-
-
-def decode(data: Any) -> Any:
-    """Decode the output of :func:`.parts.encode`."""
-    if isinstance(data, list):
-        return [decode(item) for item in data]
-    if not isinstance(data, dict):
-        return data
-    try:
-        ((tag, inner),) = data.items()
-        part = _PARTS.get(tag)
-        return decode_plain(tag, inner, decode) if part is None else part.decode(inner, decode)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{data!r} is not an argument of a record ({error})") from error

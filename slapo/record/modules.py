@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from slapo.history import describe
 from slapo.node import Node
-from slapo.record.parts import PLAIN, Decode, Named, Part, Unnamed, encode, import_path, revive
+from slapo.record.parts import PLAIN, Named, Part, Unnamed, decode, encode, import_path, revive
 from slapo.weights.meta import init_empty_weights
 from slapo.weights.provenance import own_values
 
@@ -69,10 +69,10 @@ class ModuleSpec(Part):
         return {**made, "empty": True} if self.empty else made
 
     @classmethod
-    def decode(cls, data: Any, decode: Decode) -> ModuleSpec:
+    def decode(cls, data: Any) -> ModuleSpec:
         args = tuple(map(decode, data.get("args", ())))
         kwargs = {name: decode(value) for name, value in data.get("kwargs", {}).items()}
-        return cls(Named.decode(data["class"], decode), args, kwargs, data.get("empty", False))
+        return cls(Named.decode(data["class"]), args, kwargs, data.get("empty", False))
 
     def revive(self, node: Node | None = None) -> nn.Module:
         args: Any = revive(self.args, node)  # type: ignore[arg-type]  # no part of these asks

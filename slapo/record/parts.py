@@ -34,15 +34,19 @@ PLAIN = frozenset(
 )
 _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
-#: Function that decodes JSON; see :func:`slapo.record.keep.decode`.
-Decode = Callable[[Any], Any]
+#: Tag -> class of the stand-ins that a file can hold.
+_PARTS: dict[str, type[Part]] = {}
 
 
 class Part(Kept):
     """A stand-in for an argument; a dataclass whose fields form a list in JSON."""
 
-    #: The key of its object in JSON.
+    #: The key of its object in JSON; empty if no file can hold it.
     tag = ""
+
+    def __init_subclass__(cls) -> None:
+        if cls.tag:
+            _PARTS[cls.tag] = cls
 
     def inner(self) -> Iterable[Any]:
         """Return its encoded fields."""
@@ -53,7 +57,7 @@ class Part(Kept):
         return [encode(each) for each in self.inner()]
 
     @classmethod
-    def decode(cls, data: Any, decode: Decode) -> Part:
+    def decode(cls, data: Any) -> Part:
         """Rebuild a part from the output of :meth:`encode`."""
         return cls(*map(decode, data))
 
@@ -129,22 +133,17 @@ def _encode_plain(value: Any) -> Any:
     return {"ellipsis": []} if value is ... else value
 
 
-def decode_plain(tag: str, data: Any, decode: Decode) -> Any:
-    """Decode a JSON object."""
-    readers: dict[str, Callable[[Any], Any]] = {
-        "tuple": lambda items: tuple(map(decode, items)),
-        "set": lambda items: set(map(decode, items)),
-        "frozenset": lambda items: frozenset(map(decode, items)),
-        "dict": lambda items: {key: decode(item) for key, item in items.items()},
-        "items": lambda items: {decode(key): decode(item) for key, item in items},
-        "slice": lambda parts: slice(*map(decode, parts)),
-        "complex": lambda parts: complex(*map(decode, parts)),
-        "float": float,
-        "torch": _of_torch,
-        "device": torch.device,
-        "ellipsis": lambda _: ...,
-    }
-    return readers[tag](data)
+def decode(data: Any) -> Any:
+    """Decode the output of :func:`encode`."""
+    if isinstance(data, list):
+        return [decode(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    try:
+        ((tag, inner),) = data.items()
+        return _PARTS[tag].decode(inner) if tag in _PARTS else _PLAIN[tag](inner)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{data!r} is not an argument of a record ({error})") from error
 
 
 def _of_torch(name: str) -> Any:
@@ -152,6 +151,22 @@ def _of_torch(name: str) -> Any:
     if not isinstance(found, _OF_TORCH):
         raise ValueError(f"torch.{name} is not a dtype, layout or memory format")
     return found
+
+
+#: Tag of any other object in JSON -> function that decodes its value.
+_PLAIN: dict[str, Callable[[Any], Any]] = {
+    "tuple": lambda items: tuple(map(decode, items)),
+    "set": lambda items: set(map(decode, items)),
+    "frozenset": lambda items: frozenset(map(decode, items)),
+    "dict": lambda items: {key: decode(item) for key, item in items.items()},
+    "items": lambda items: {decode(key): decode(item) for key, item in items},
+    "slice": lambda parts: slice(*map(decode, parts)),
+    "complex": lambda parts: complex(*map(decode, parts)),
+    "float": float,
+    "torch": _of_torch,
+    "device": torch.device,
+    "ellipsis": lambda _: ...,
+}
 
 
 # --- functions and classes ------------------------------------------------------------------------
@@ -191,7 +206,7 @@ class Named(Part):
         return f"{self.module}:{self.qualname}"
 
     @classmethod
-    def decode(cls, data: Any, decode: Decode) -> Named:
+    def decode(cls, data: Any) -> Named:
         module, _, qualname = data.partition(":")
         return cls(module, qualname, is_read=True)
 
@@ -358,7 +373,7 @@ class Values(Part):
         return [list(tensor.shape), encode(tensor.dtype), self.device, values]
 
     @classmethod
-    def decode(cls, data: Any, decode: Decode) -> Values:
+    def decode(cls, data: Any) -> Values:
         """Rebuild the tensor, on CPU until it is needed."""
         shape, dtype, device, values = data
         dtype = decode(dtype)

@@ -12,8 +12,7 @@ from typing import Any, overload
 
 from slapo.errors import SlapoError
 from slapo.history import Record, digest, spelled
-from slapo.record.keep import decode
-from slapo.record.parts import Part, encode, walk
+from slapo.record.parts import Part, decode, encode, walk
 
 FORMAT = "slapo.schedule"
 #: Format version. Increase it whenever older programs would misread a file.

@@ -14,7 +14,7 @@ from slapo.errors import SlapoError
 from slapo.graph.match.find import Located, Subgraph
 from slapo.history import describe, spelled
 from slapo.node import Node
-from slapo.record.parts import Decode, Part, Unnamed, encode, revive
+from slapo.record.parts import Part, Unnamed, decode, encode, revive
 from slapo.wrapper import innermost
 
 _BY_HAND = (
@@ -62,7 +62,7 @@ class Found(Part):
         return {"verb": self.verb, "pattern": encode(self.pattern), **numbers}
 
     @classmethod
-    def decode(cls, data: Any, decode: Decode) -> Found:
+    def decode(cls, data: Any) -> Found:
         numbers = (data["index"], data["total"], data["ago"])
         if data["verb"] not in ("find", "find_node"):
             raise ValueError(f"{data['verb']!r} is not a search")

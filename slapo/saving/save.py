@@ -6,10 +6,10 @@ import json
 import os
 import shutil
 import sys
-import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +56,13 @@ class Saving:
 
     def __init__(self, step: int, path: Path) -> None:
         self.step, self.path = step, path
-        self._thread: threading.Thread | None = None
+        self._write: Future[None] | None = None
         #: copied tensors, whose memory the next save of this engine reuses
         self.copies: dict[Any, Tensor] = {}
-        self._error: BaseException | None = None
 
     def done(self) -> bool:
         """Return whether the save is complete or has failed."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._write is None or self._write.done()
 
     def result(self) -> Path:
         """Wait until the step is complete.
@@ -78,21 +77,14 @@ class Saving:
         SlapoError, OSError
             If it could not be saved.
         """
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
+        if self._write is not None:
+            self._write.result()
         return self.path
 
-    def _run(self, write: Any) -> None:
-        try:
-            write()
-        except BaseException as error:
-            self._error = error
-
-    def _start(self, write: Any) -> None:
-        self._thread = threading.Thread(target=self._run, args=(write,), name="slapo-save")
-        self._thread.start()
+    def _start(self, write: Callable[[], None]) -> None:
+        thread = ThreadPoolExecutor(1, "slapo-save")
+        self._write = thread.submit(write)
+        thread.shutdown(wait=False)  # it ends after this write
 
 
 def save(
@@ -119,11 +111,9 @@ def save(
     own["odd"] = mine.odd
     tensors: list[Tensor] = []
     text = all_ranks_or_none(_WHAT, lambda: json.dumps(encode(own, tensors, "state")).encode())
-    job = _Job(rank, folder, manifest, _values(mine, shares[rank]), keep, group)
-    job.own = {
-        "own": torch.frombuffer(bytearray(text), dtype=torch.uint8),
-        **{f"own.{k}": tensor for k, tensor in enumerate(tensors)},
-    }
+    state = {f"own.{k}": tensor for k, tensor in enumerate(tensors)}
+    state["own"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    job = _Job(rank, folder, manifest, _values(mine, shares[rank]), state, keep, group)
     all_ranks_or_none(_WHAT, lambda: _start(folder) if rank == 0 else None)
     saving = Saving(engine.step_count, folder)
     if wait:
@@ -252,9 +242,9 @@ class _Job:
     folder: Path
     manifest: Manifest
     values: dict[tuple[Key, Box], Tensor]
+    own: dict[str, Tensor]
     keep: int | None
     group: dist.ProcessGroup | None
-    own: dict[str, Tensor] = field(default_factory=dict)
 
     def copy(self, room: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
         """Copy the values, so that training can continue; reuses the memory in `room` if it fits.

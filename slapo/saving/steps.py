@@ -136,25 +136,22 @@ class Manifest:
         path = folder / MANIFEST
         try:
             given = json.loads(path.read_text())
-            version = given["format"]
-        except FileNotFoundError:
-            raise SlapoError(
-                f"{folder} has no {MANIFEST}: engine.save has not completed it"
-            ) from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise SlapoError(f"{path} is damaged ({type(error).__name__}: {error})") from error
-        if version != FORMAT:
-            raise SlapoError(
-                f"{path} has format {version}, but this slapo reads format {FORMAT}; install the "
-                f"one that wrote it: {given.get('versions', {}).get('slapo', 'a newer one')}"
-            )
-        try:
+            if given["format"] != FORMAT:
+                raise SlapoError(
+                    f"{path} has format {given['format']}, but this slapo reads format {FORMAT}; "
+                    "install the one that wrote it: "
+                    f"{given.get('versions', {}).get('slapo', 'a newer one')}"
+                )
             known = {f.name: given[f.name] for f in fields(cls)}
             known["tensors"] = {
                 slot: {name: Saved(**each) for name, each in named.items()}
                 for slot, named in known["tensors"].items()
             }
-        except (KeyError, TypeError, AttributeError) as error:
+        except FileNotFoundError:
+            raise SlapoError(
+                f"{folder} has no {MANIFEST}: engine.save has not completed it"
+            ) from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SlapoError(f"{path} is damaged ({type(error).__name__}: {error})") from error
         return cls(**known)
 

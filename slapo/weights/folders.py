@@ -153,16 +153,6 @@ def _json(path: Path) -> Any:
         raise SlapoError(f"{path} is damaged: {error}") from None
 
 
-def class_of(folder: Folder) -> Any:
-    """Return the class that the folder was saved from, or None if unknown."""
-    names = folder.config().get("architectures")
-    if not names:
-        return None
-    import transformers  # optional package
-
-    return getattr(transformers, names[0], None)
-
-
 class Found:
     """The tensors in a folder for a model.
 
@@ -205,7 +195,12 @@ class Found:
 
     def missing_in_its_class(self) -> list[str]:
         """Return the tensors that the folder lacks for the class that it was saved from."""
-        cls = class_of(self.folder)
+        names = self.folder.config().get("architectures")
+        if not names:
+            return []
+        import transformers  # optional package
+
+        cls = getattr(transformers, names[0], None)
         if cls is None or cls is self._original.cls:
             return self.missing if cls is not None else []
         saved = replace(self._original, cls=cls)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from slapo.errors import SlapoError
 from slapo.sharding.slicing import ShardSpec, is_sharded
-from slapo.sharding.state import shards_of
 from slapo.weights.pieces import Box, Piece, Pieced, boxes_of_range, index_of
-from slapo.weights.provenance import origin_at, places, tensor_at
+from slapo.weights.provenance import origin_at
+from slapo.weights.slots import saved_slots
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -92,10 +92,9 @@ def box_of_share(share: Any) -> Box:
 def holdings(module: nn.Module) -> list[Held]:
     """Return each tensor of a module once."""
     found: dict[int, Held] = {}
-    for name, owner, leaf in places(module):
-        tensor, spec = tensor_at(owner, leaf), shards_of(owner).get(leaf)
-        if id(tensor) not in found:
-            found[id(tensor)] = Held(name, tensor, origin_at(owner, leaf), spec)
+    for slot in saved_slots(module):
+        if id(slot.tensor) not in found:
+            found[id(slot.tensor)] = Held(slot.name, slot.tensor, origin_at(slot), slot.spec)
     return list(found.values())
 
 

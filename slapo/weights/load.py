@@ -31,11 +31,11 @@ class Loader:
 
     def has(self, slot: Slot) -> bool:
         """Return whether the folder has a tensor."""
-        return self._has(origin_at(slot.owner, slot.leaf))
+        return self._has(origin_at(slot))
 
     def value_of(self, slot: Slot, device: torch.device) -> Tensor:
         """Return this rank's part of a tensor in the folder."""
-        origin = origin_at(slot.owner, slot.leaf)
+        origin = origin_at(slot)
         ((_, here),) = Held(slot.name, slot.tensor, origin, slot.spec).parts()
         dtype = slot.tensor.dtype
         if not self.reads:

@@ -12,7 +12,7 @@ request. Copies of tensors lose their origins, so ``build`` also stores these on
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from slapo.sharding.state import shards_of
+from slapo.weights.slots import Slot, saved_slots
 from slapo.wrapper import innermost
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def _fill(new: nn.Module, making: Making, tables: Sequence[Mapping[str, Tensor]]
         parameter = nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad)
         owner._parameters[leaf] = parameter
         if name in made:
-            give_origin(parameter, made[name])
+            setattr(parameter, _ORIGIN, made[name])
 
 
 def _made_of(making: Making, tables: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
@@ -236,18 +237,15 @@ def note_origins(model: nn.Module) -> Original:
     """Set each tensor's origin to its name, and return a description of the model."""
     first: dict[int, str] = {}
     tensors, ties = {}, {}
-    for name, module, leaf in places(model):
-        tensor = tensor_at(module, leaf)
-        if is_lazy(tensor):
+    for slot in saved_slots(model):
+        if is_lazy(slot.tensor):
             continue
-        if id(tensor) in first:
-            ties[name] = first[id(tensor)]
+        name = first.setdefault(id(slot.tensor), slot.name)
+        if name != slot.name:
+            ties[slot.name] = name
             continue
-        first[id(tensor)] = name
-        setattr(tensor, _ORIGIN, name)
-        spec = shards_of(module).get(leaf)
-        shape = tensor.shape if spec is None else spec.full_shape
-        tensors[name] = (torch.Size(shape), tensor.dtype)
+        setattr(slot.tensor, _ORIGIN, name)
+        tensors[name] = (_shape_of(slot), slot.tensor.dtype)
     root = innermost(model)
     configs = (getattr(root, name, None) for name in ("config", "generation_config"))
     config, generation = (
@@ -264,21 +262,14 @@ def note_adapters(model: nn.Module, original: Original) -> None:
     if not configs:
         return
     original.adapters = copy.deepcopy(configs)
-    for name, module, leaf in places(model):
-        if ".lora_" in name and origin_at(module, leaf) is None:
-            tensor, spec = tensor_at(module, leaf), shards_of(module).get(leaf)
-            setattr(tensor, _ORIGIN, name)
-            shape = tensor.shape if spec is None else spec.full_shape
-            original.tensors[name] = (torch.Size(shape), tensor.dtype)
+    for slot in saved_slots(model):
+        if ".lora_" in slot.name and origin_at(slot) is None:
+            setattr(slot.tensor, _ORIGIN, slot.name)
+            original.tensors[slot.name] = (_shape_of(slot), slot.tensor.dtype)
 
 
 def _class_of(model: nn.Module) -> type[nn.Module]:
     return next(cls for cls in type(model).__mro__ if not f"{cls.__module__}.".startswith("slapo."))
-
-
-def give_origin(tensor: Any, origin: Pieced) -> None:
-    """Set the origin of a tensor."""
-    setattr(tensor, _ORIGIN, origin)
 
 
 def origin_of(tensor: Tensor) -> Pieced | None:
@@ -286,11 +277,16 @@ def origin_of(tensor: Tensor) -> Pieced | None:
     return None if hasattr(tensor, "orig_shape") else _as_pieces(tensor, None, tensor.shape)
 
 
-def origin_at(module: nn.Module, leaf: str) -> Pieced | None:
+def origin_at(slot: Slot) -> Pieced | None:
     """Return the origin of a full tensor, or None if its values come from its author."""
-    tensor, spec = tensor_at(module, leaf), shards_of(module).get(leaf)
-    written = module.__dict__.get(_WRITTEN, {}).get(leaf)
-    return _as_pieces(tensor, written, tensor.shape if spec is None else spec.full_shape)
+    written = slot.owner.__dict__.get(_WRITTEN, {}).get(slot.leaf)
+    return _as_pieces(slot.tensor, written, _shape_of(slot))
+
+
+def _shape_of(slot: Slot) -> torch.Size:
+    """Return the shape before sharding; an author's own slice is an original as it is."""
+    spec = shards_of(slot.owner).get(slot.leaf)
+    return torch.Size(slot.tensor.shape if spec is None else spec.full_shape)
 
 
 def _as_pieces(tensor: Tensor, written: Any, shape: torch.Size) -> Pieced | None:
@@ -303,14 +299,14 @@ def _as_pieces(tensor: Tensor, written: Any, shape: torch.Size) -> Pieced | None
 
 def write_down(model: nn.Module, original: Original | None = None) -> None:
     """Store origins on modules too, as copies of tensors lose them."""
-    for _, module, leaf in places(model):
-        if is_lazy(tensor_at(module, leaf)):
+    for slot in saved_slots(model):
+        if is_lazy(slot.tensor):
             continue
-        found = origin_at(module, leaf)
+        found = origin_at(slot)
         if found is not None:
             # The pieces include the shape, which some runtimes remove from a parameter.
-            give_origin(tensor_at(module, leaf), found)
-            module.__dict__.setdefault(_WRITTEN, {})[leaf] = found
+            setattr(slot.tensor, _ORIGIN, found)
+            slot.owner.__dict__.setdefault(_WRITTEN, {})[slot.leaf] = found
     if original is not None:
         innermost(model).__dict__[_ORIGINAL] = original
 
@@ -318,22 +314,3 @@ def write_down(model: nn.Module, original: Original | None = None) -> None:
 def original_of(model: nn.Module) -> Original | None:
     """Return the original of a built model, or None."""
     return innermost(model).__dict__.get(_ORIGINAL)
-
-
-def places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield (full name, module, local name) of all saved tensors, by all of their names."""
-    for path, outer in model.named_modules(remove_duplicate=False):
-        module = innermost(outer)
-        prefix = f"{path}." if path else ""
-        if isinstance(module, torch.jit.ScriptModule):
-            yield from ((prefix + n, module, n) for n, _ in module.named_parameters(recurse=False))
-            continue
-        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and leaf not in module._non_persistent_buffers_set:
-                yield prefix + leaf, module, leaf
-
-
-def tensor_at(module: nn.Module, leaf: str) -> Tensor:
-    """Return the tensor that a module has under a name."""
-    found: Tensor = getattr(module, leaf)
-    return found

@@ -1,8 +1,8 @@
-"""Places of a model's tensors, and temporary replacements."""
+"""Places of a model's tensors, ties between them, and temporary replacements."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slapo.errors import SlapoError
 from slapo.sharding.slicing import ShardSpec
 from slapo.sharding.state import shards_of
 from slapo.wrapper import innermost
@@ -26,9 +27,7 @@ class Slot:
     @property
     def tensor(self) -> Tensor:
         """The current tensor."""
-        param = self.owner._parameters.get(self.leaf)
-        found = param if param is not None else self.owner._buffers[self.leaf]
-        assert found is not None, "slots are made for tensors that exist"
+        found: Tensor = getattr(self.owner, self.leaf)
         return found
 
     @property
@@ -74,6 +73,29 @@ def slots(model: nn.Module) -> list[Slot]:
     ]
 
 
+def saved_slots(model: nn.Module) -> Iterator[Slot]:
+    """Yield every tensor of a state dict by all of its names, also those in TorchScript modules."""
+    for path, outer in model.named_modules(remove_duplicate=False):
+        module, prefix = innermost(outer), f"{path}." if path else ""
+        if isinstance(module, torch.jit.ScriptModule):
+            leaves = [leaf for leaf, _ in module.named_parameters(recurse=False)]
+        else:
+            own = (*module._parameters.items(), *module._buffers.items())
+            left_out = module._non_persistent_buffers_set
+            leaves = [leaf for leaf, t in own if t is not None and leaf not in left_out]
+        yield from (Slot(module, leaf, prefix + leaf) for leaf in leaves)
+
+
+def parameter_slot(model: nn.Module, name: str) -> Slot | None:
+    """Return the slot of the parameter called `name`, or None if it is gone."""
+    path, _, leaf = name.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        return None
+    return Slot(module, leaf, name) if module._parameters.get(leaf) is not None else None
+
+
 def compiled_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of TorchScript modules, which cannot be exchanged, by one name each."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
@@ -112,3 +134,117 @@ def exchanged(
     finally:
         for slot, tensor in originals:
             slot.put(tensor)
+
+
+# --- ties -----------------------------------------------------------------------------------------
+class TieGroups:
+    """Groups of names that refer to one parameter."""
+
+    def __init__(self, model: nn.Module) -> None:
+        names: dict[int, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(param), []).append(name)
+        groups = [frozenset(group) for group in names.values() if len(group) > 1]
+        self._group_of = _by_name(groups)
+
+    def __bool__(self) -> bool:
+        return bool(self._group_of)
+
+    def partners(self, name: str) -> frozenset[str]:
+        """Return the other names of the parameter called `name`."""
+        return self._group_of.get(name, frozenset()) - {name}
+
+    def renamed(self, names: Mapping[str, str]) -> TieGroups:
+        """Return the same groups with some names changed."""
+        new = TieGroups.__new__(TieGroups)
+        groups = [frozenset(names.get(n, n) for n in group) for group in self.groups()]
+        new._group_of = _by_name(groups)
+        return new
+
+    def as_dict(self) -> dict[str, tuple[str, ...]]:
+        """Return name -> other names, for tied parameters."""
+        return {name: tuple(sorted(self.partners(name))) for name in self._group_of}
+
+    def groups(self) -> Iterator[frozenset[str]]:
+        """Yield each group of names once."""
+        yield from dict.fromkeys(self._group_of.values())
+
+    def names_under(self, path: str) -> Iterator[str]:
+        """Return the tied names of the module at `path` and of its descendants."""
+        prefix = f"{path}." if path else ""
+        return (name for name in self._group_of if name.startswith(prefix))
+
+
+def _by_name(groups: Iterable[frozenset[str]]) -> dict[str, frozenset[str]]:
+    """Return name -> group, in an order that is the same in every process."""
+    return {name: group for group in groups for name in sorted(group)}
+
+
+def check_ties(model: nn.Module, ties: TieGroups) -> None:
+    """Check that the existing names of each group refer to one parameter."""
+    for group in ties.groups():
+        present = [slot for name in sorted(group) if (slot := parameter_slot(model, name))]
+        if len({id(slot.tensor) for slot in present}) > 1:
+            raise SlapoError(
+                f"{', '.join(slot.name for slot in present)} were one parameter but are now "
+                f"separate, with shapes {[tuple(slot.tensor.shape) for slot in present]}; schedule "
+                "both sides alike, or untie them before create_schedule"
+            )
+
+
+class TiePlan:
+    """Plan that keeps ties when a new module replaces others.
+
+    A parameter of the new module with the old name becomes the tied one. A module that already
+    holds the tied parameter, under any name, keeps it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ties: TieGroups,
+        old_paths: Sequence[str],
+        new_path: str,
+        new: nn.Module,
+    ) -> None:
+        self.ties, self.new_path = ties, new_path
+        self._renames: dict[str, str] = {}
+        self._moves: list[tuple[Slot, Tensor]] = []
+        held = {id(p): n for n, p in new.named_parameters(remove_duplicate=False)} if ties else {}
+        leaving = {name: path for path in old_paths for name in ties.names_under(path)}
+        for name, path in leaving.items():
+            found = parameter_slot(model, name)
+            stay = [p for p in ties.partners(name) if p not in leaving and parameter_slot(model, p)]
+            if found is not None and stay:
+                local = name[len(path) + 1 :] if path else name
+                self._plan(name, local, found.tensor, new, held.get(id(found.tensor)), stay)
+
+    def _plan(
+        self,
+        name: str,
+        local: str,
+        param: Tensor,
+        new: nn.Module,
+        held_as: str | None,
+        partners: list[str],
+    ) -> None:
+        if held_as is not None:
+            self._renames[name] = held_as
+            return
+        target = parameter_slot(new, local)
+        if target is None or target.tensor.shape != param.shape:
+            has = f"shape {tuple(target.tensor.shape)}" if target else "no such parameter"
+            raise ValueError(
+                f"{name!r} of shape {tuple(param.shape)} is tied to {partners}, but "
+                f"{type(new).__name__} has {has} to replace it, which would break the tie; give "
+                f"it a parameter {local!r} of that shape, or untie the two before create_schedule"
+            )
+        self._moves.append((target, param))
+        self._renames[name] = local
+
+    def carry_out(self) -> TieGroups:
+        """Tie the new module; return the ties by their new names."""
+        for slot, param in self._moves:
+            slot.put(param)
+        prefix = f"{self.new_path}." if self.new_path else ""
+        return self.ties.renamed({old: prefix + new for old, new in self._renames.items()})

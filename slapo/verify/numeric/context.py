@@ -27,7 +27,7 @@ from slapo.verify.numeric.rank_sync import RankSync
 from slapo.verify.numeric.state import changes, check_replicas, finding_of
 from slapo.verify.placement import check
 from slapo.weights.materialize import materialize
-from slapo.weights.ties import check_ties
+from slapo.weights.slots import check_ties
 from slapo.wrapper import innermost
 
 

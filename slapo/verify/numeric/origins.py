@@ -32,7 +32,7 @@ class Origins:
         #: tensor of the first model -> box of it -> its place in the copy
         self._places: dict[str, dict[Box, tuple[str, Piece]]] = {}
         for slot in slots(sch.mod):
-            origin = origin_at(slot.owner, slot.leaf)
+            origin = origin_at(slot)
             for piece in () if origin is None else origin.pieces:
                 if isinstance(piece.leaf, str):
                     places = self._places.setdefault(piece.leaf, {})
@@ -53,7 +53,7 @@ class Origins:
 
     def value(self, slot: Slot, full: Mapping[str, Tensor]) -> Tensor | None:
         """Full value of a tensor from the copy's values, or None."""
-        origin = origin_at(slot.owner, slot.leaf)
+        origin = origin_at(slot)
         if origin is not None and self._parts(slot) is not None:
             value = origin.read(lambda leaf, box: self._read(leaf, box, full))
         else:
@@ -119,7 +119,7 @@ class Origins:
 
     def _parts(self, slot: Slot) -> list[str] | None:
         """Names in the copy that cover a tensor's origin; None if they do not."""
-        origin, found = origin_at(slot.owner, slot.leaf), dict[str, None]()
+        origin, found = origin_at(slot), dict[str, None]()
         if origin is None:
             return None
         for leaf, box in origin.needs():
