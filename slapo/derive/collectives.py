@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from slapo.derive.axes import Axis, Chosen, axes_in, is_sharded
 from slapo.derive.trace import Node, Trace
+from slapo.verify.placement.view_rules import COPIES, REORDERS, VIEWS
 
 #: Layers that may add a bias to a partial sum: rows, where a sync adds the bias once.
 ROW_LAYERS = ("Linear", "Conv1D", "Conv1d", "Conv2d", "Conv3d")
 #: Operations that turn a partial sum into a partial sum.
-_LINEAR = {"mul", "div", "neg", "view", "_unsafe_view", "reshape", "transpose", "permute", "t"}
-_LINEAR |= {"clone", "_to_copy", "detach", "alias", "unsqueeze", "squeeze", "expand", "bmm"}
+_LINEAR = {*VIEWS, *REORDERS, *COPIES, "mul", "div", "neg", "unsqueeze", "squeeze", "expand", "bmm"}
 _LINEAR |= {"index_add", "index", "index_select", "index_copy", "index_put", "_index_put_impl"}
 _LINEAR |= {"sum", "mean", "split", "split_with_sizes", "slice", "select", "cat", "stack", "add"}
 _LINEAR |= {"sub", "copy", "unbind", "where", "scatter_add", "masked_fill", "constant_pad_nd"}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,15 +15,30 @@ from slapo.derive.axes import (
     carve,
     concatenated,
     cut,
-    factors,
     fresh,
     keep_whole,
     size_of,
     unify,
 )
 from slapo.verify.placement.call import OperationCall, qualified_name
-from slapo.verify.placement.pointwise import is_pointwise
-from slapo.verify.placement.reduction_rules import ATTENTION, OF_MATRICES
+from slapo.verify.placement.einsum_rules import GROUPED, PRODUCTS
+from slapo.verify.placement.pointwise import CONSTANTS, ZEROS, is_pointwise
+from slapo.verify.placement.reduction_rules import (
+    ALONG,
+    ATTENTION,
+    LAST,
+    PIXELS,
+    REDUCTIONS,
+    mixed_dims,
+)
+from slapo.verify.placement.view_rules import (
+    COPIES,
+    REORDERS,
+    VIEWS,
+    dims_behind,
+    indexed,
+    new_dims,
+)
 
 #: The dimensions of a tensor.
 Dims = list[Term]
@@ -103,8 +119,6 @@ def apply_rule(call: AxisCall) -> list[Dims]:
         return RULES[name](call)
     if name.startswith(ATTENTION):
         return _attention(call)
-    if any(part in name for part in ("pool1d", "pool2d", "pool3d", "upsample_", "pad1d", "pad2d")):
-        return _spatial(call)
     if is_pointwise(call):
         return [_pointwise(call, out) for out in call.outs]
     if not call.tensors:
@@ -137,9 +151,7 @@ def _pointwise(call: AxisCall, out: Tensor) -> Dims:
 
 
 #: Operations that make new tensors, some with the size of another.
-MAKERS = {"zeros", "ones", "full", "empty", "empty_strided", "scalar_tensor"}
-MAKERS |= {"zeros_like", "ones_like", "full_like", "empty_like"}
-MAKERS |= {"new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"}
+MAKERS = {*CONSTANTS, *ZEROS} - {"fill", "zero"}
 
 
 @_rule(*MAKERS)
@@ -147,78 +159,43 @@ def _constants(call: AxisCall) -> list[Dims]:
     return [[fresh(size) for size in out.shape] for out in call.outs]
 
 
-@_rule("clone", "detach", "alias", "_to_copy", "contiguous", "lift_fresh", "fill", "zero")
-@_rule("dropout", "native_dropout", "bernoulli")
+@_rule(*COPIES, "fill", "zero", "dropout", "native_dropout", "bernoulli")
 def _copies(call: AxisCall) -> list[Dims]:
     return [list(call.axes[0]) for _ in call.outs]
 
 
-@_rule("arange", "rand", "randn", "randint", "randperm", "eye")
-def _values(call: AxisCall) -> list[Dims]:
-    return [[fresh(size, f"values of {call.name}") for size in out.shape] for out in call.outs]
-
-
-# --- along one dimension --------------------------------------------------------------------------
-@_rule("_softmax", "_safe_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort")
-@_rule("topk", "flip", "roll")
-def _along(call: AxisCall) -> list[Dims]:
-    given = call.get("dim", call.get("dims", -1))
-    every = range(len(call.axes[0]))  # rolled without a dimension
-    at = {each % len(every) for each in ([given] if isinstance(given, int) else given or every)}
-    call.keep_whole(*(call.axes[0][each] for each in at))
-    return [_resized(call, out, call.axes[0]) for out in call.outs]
-
-
-def _resized(call: AxisCall, out: Tensor, dims: Dims) -> Dims:
-    """Return the dimensions of a result, with new ones where the size differs."""
-    pairs = zip(dims, out.shape, strict=True)
-    return [term if size_of(term) == size else fresh(size, call.name) for term, size in pairs]
-
-
-@_rule("tril", "triu", *OF_MATRICES)
-def _matrices(call: AxisCall) -> list[Dims]:
-    """Keep the matrix dimensions replicated, and identify the batch dimensions."""
+# --- slice by slice -------------------------------------------------------------------------------
+@_rule(*REDUCTIONS, *ALONG, *LAST, "constant_pad_nd", "select", "unbind", "index_select")
+@_rule("index_add", "index_copy", "index_fill", "gather", "scatter", "scatter_add")
+@_rule("native_layer_norm", "_fused_rms_norm", "rms_norm", "_fused_rms_norm_forward")
+def _by_slices(call: AxisCall) -> list[Dims]:
+    """Keep the dimensions replicated that the operation mixes, and identify the others."""
+    mixed, first = mixed_dims(call), call.axes[0]
+    why = "positions of an image" if call.name in PIXELS else call.name
     for dims in call.axes:
-        call.keep_whole(*dims[-2:])
-        for a, b in zip(call.axes[0][:-2], dims[:-2], strict=True):
-            call.same(a, b)
-    outer = call.axes[0][:-2]
-    return [[*outer, *(fresh(n, call.name) for n in o.shape[len(outer) :])] for o in call.outs]
+        if len(dims) != len(first):
+            call.keep_whole(*dims, why=why)
+            continue
+        for number, (a, b) in enumerate(zip(first, dims, strict=True)):
+            if number in mixed or size_of(a) != size_of(b):
+                call.keep_whole(a, b, why=why)
+            else:
+                call.same(a, b)
+    others = [term for number, term in enumerate(first) if number not in mixed]
+    return [_resized(out, first if out.ndim >= len(first) else others, why) for out in call.outs]
 
 
-@_rule("sum", "mean", "amax", "amin", "max", "min", "any", "all", "prod", "argmax", "argmin")
-@_rule("logsumexp", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm")
-@_rule("nansum", "median")
-def _reduction(call: AxisCall) -> list[Dims]:
-    if len(call.tensors) == 2:  # elementwise max of two tensors
-        return [_pointwise(call, call.outs[0])]
-    dims, at = call.axes[0], call.dims()
-    call.keep_whole(*(dims[each] for each in at))
-    kept = [t if n not in at else fresh(1) for n, t in enumerate(dims)]
-    if not call.get("keepdim"):
-        kept = [term for number, term in enumerate(kept) if number not in at]
-    return [list(kept) for _ in call.outs]
-
-
-@_rule("select", "unbind")
-def _selected(call: AxisCall) -> list[Dims]:
-    dims = list(call.axes[0])
-    call.keep_whole(dims.pop(call.axis()))
-    return [list(dims) for _ in call.outs]
-
-
-@_rule("constant_pad_nd", "unfold")
-def _padded(call: AxisCall) -> list[Dims]:
-    dims, (out,) = call.axes[0], call.outs
-    pairs = zip(dims, out.shape, strict=False)
-    call.keep_whole(*(term for term, size in pairs if size_of(term) != size))
-    more = [fresh(size, call.name) for size in out.shape[len(dims) :]]
-    kept = zip(dims, out.shape, strict=False)
-    return [[*(t if size_of(t) == n else fresh(n, call.name) for t, n in kept), *more]]
+def _resized(out: Tensor, dims: Dims, why: str) -> Dims:
+    """Return the dimensions of a result, with new ones where sizes differ or that it has more."""
+    pairs = itertools.zip_longest(dims, out.shape)
+    return [
+        term if term is not None and size_of(term) == size else fresh(size, why)
+        for term, size in pairs
+    ]
 
 
 # --- views ----------------------------------------------------------------------------------------
-@_rule("view", "_unsafe_view", "reshape", "_reshape_alias")
+@_rule(*VIEWS)
 def _view(call: AxisCall) -> list[Dims]:
     (out,), dims = call.outs, call.axes[0]
     if not out.numel():
@@ -230,50 +207,13 @@ def _view(call: AxisCall) -> list[Dims]:
     return [found]
 
 
-@_rule("transpose", "t", "permute", "movedim")
-def _permuted(call: AxisCall) -> list[Dims]:
-    dims = list(call.axes[0])
-    if call.name == "permute":
-        return [[dims[each] for each in call.get("dims")]]
-    if call.name == "t":
-        return [dims[::-1]]
-    a, b = call.axis("dim0"), call.axis("dim1")
-    dims[a], dims[b] = dims[b], dims[a]
+@_rule("unsqueeze", "squeeze", "expand", *REORDERS)
+def _reordered(call: AxisCall) -> list[Dims]:
+    dims = [fresh(size) for size in call.outs[0].shape]
+    for term, number in zip(call.axes[0], new_dims(call), strict=True):
+        if number >= 0:
+            dims[number] = term
     return [dims]
-
-
-@_rule("unsqueeze")
-def _unsqueezed(call: AxisCall) -> list[Dims]:
-    dims = list(call.axes[0])
-    dims.insert(call.axis(more=1), fresh(1))
-    return [dims]
-
-
-@_rule("squeeze")
-def _squeezed(call: AxisCall) -> list[Dims]:
-    dims, given = call.axes[0], call.get("dim")
-    ndim = max(1, len(dims))
-    at = range(ndim) if given is None else [given] if isinstance(given, int) else given
-    gone = {each % ndim for each in at}
-    return [[t for n, t in enumerate(dims) if not (n in gone and size_of(t) == 1)]]
-
-
-@_rule("view_as_complex", "view_as_real")
-def _complex(call: AxisCall) -> list[Dims]:
-    """Handle a last dimension of two, the real and imaginary parts."""
-    dims = call.axes[0]
-    if call.name == "view_as_real":
-        return [[*dims, fresh(2, call.name)]]
-    call.keep_whole(dims[-1])
-    return [dims[:-1]]
-
-
-@_rule("expand")
-def _expanded(call: AxisCall) -> list[Dims]:
-    (out,) = call.outs
-    own = [fresh(1)] * (out.ndim - len(call.axes[0])) + call.axes[0]
-    pairs = zip(own, out.shape, strict=True)
-    return [[term if size_of(term) == size else fresh(size) for term, size in pairs]]
 
 
 @_rule("repeat")
@@ -349,45 +289,36 @@ def _stack(call: AxisCall) -> list[Dims]:
 
 
 # --- products -------------------------------------------------------------------------------------
-def _product(left: str, right: str, result: str) -> AxisRule:
-    """Return the rule of a product, given by dimension letters; an addend may come first."""
-
-    def rule(call: AxisCall) -> list[Dims]:
-        last = len(call.tensors)
-        terms: dict[str, Term] = {}
-        for letters, dims in ((left, call.axes[last - 2]), (right, call.axes[last - 1])):
-            for letter, term in zip(letters, dims, strict=True):
-                call.same(terms.setdefault(letter, term), term)
-        for letter in left:
-            if letter not in result:
-                call.contract(terms[letter], last - 2, last - 1)
-        dims = [terms[letter] for letter in result]
-        added = call.axes[0] if last == 3 else []
-        for term, of_result in zip(reversed(added), reversed(dims), strict=False):
-            if size_of(term) == size_of(of_result):
-                call.same(term, of_result)
-        return [dims]
-
-    return rule
+@_rule(*PRODUCTS)
+def _product(call: AxisCall) -> list[Dims]:
+    """Identify dimensions of the same letter; an addend may come before the factors."""
+    dims = _multiplied(call, PRODUCTS[call.name], len(call.tensors) - 2)
+    added = call.axes[0] if len(call.tensors) == 3 else []
+    for term, of_result in zip(reversed(added), reversed(dims), strict=False):
+        if size_of(term) == size_of(of_result):
+            call.same(term, of_result)
+    return [dims]
 
 
-RULES |= dict.fromkeys(("mm", "addmm"), _product("mk", "kn", "mn"))
-RULES |= dict.fromkeys(("bmm", "baddbmm"), _product("bmk", "bkn", "bmn"))
-RULES |= dict.fromkeys(("mv", "addmv"), _product("mk", "k", "m"))
-RULES |= {"dot": _product("k", "k", ""), "outer": _product("m", "n", "mn")}
+def _multiplied(call: AxisCall, equation: str, left: int) -> Dims:
+    """Return the dimensions of the product of two tensors, by the number of the first one."""
+    inputs, output = equation.split("->")
+    terms: dict[str, Term] = {}
+    for number, letters in enumerate(inputs.split(","), left):
+        for letter, term in zip(letters, call.axes[number], strict=True):
+            call.same(terms.setdefault(letter, term), term)
+    for letter, term in terms.items():
+        if letter not in output:
+            call.contract(term, left, left + 1)
+    return [terms[letter] for letter in output]
 
 
 @_rule("_grouped_mm")
 def _grouped(call: AxisCall) -> list[Dims]:
     """Handle grouped products: each expert's tokens follow those of the preceding one (`offs`)."""
-    left, right = call.axes[:2]
-    rows, experts, (k, n) = left[:-1], right[0], right[1:]
-    if len(left) == len(right) == 3:
-        call.same(left[0], experts)
-    call.same(left[-1], k)
+    left, (experts, *_) = call.axes[:2]
     call.keep_whole(experts, why="a choice of experts")
-    call.contract(k, 0, 1)
-    return [[*rows, n]]
+    return [_multiplied(call, GROUPED[len(left), 3], 0)]
 
 
 def _attention(call: AxisCall) -> list[Dims]:
@@ -424,33 +355,20 @@ def _embedding(call: AxisCall) -> list[Dims]:
 
 @_rule("index", "_unsafe_index")
 def _index(call: AxisCall) -> list[Dims]:
-    dims, given = call.axes[0], call.get("indices")
-    chosen = {n: index for n, index in enumerate(given) if index is not None}
-    masks = [index for index in chosen.values() if index.dtype is torch.bool]
-    if masks:
-        if len(chosen) > 1 or 0 not in chosen:
-            return call.unknown("a boolean mask")
-        call.keep_whole(*dims[: masks[0].ndim], *call.axes[1], why="a boolean mask")
-        rows = fresh(call.outs[0].shape[0], "a boolean mask")
-        return [[rows, *dims[masks[0].ndim :]]]
+    dims, behind = call.axes[0], dims_behind(call)
+    has_mask = any(index.dtype is torch.bool for index in call.tensors[1:])
+    why = "a boolean mask" if has_mask else "a choice by index"
     for of_index in call.axes[1:]:
-        call.keep_whole(*of_index, why="an index")
-    call.keep_whole(*(dims[number] for number in chosen), why="a choice by index")
-    shape = torch.broadcast_shapes(*(index.shape for index in chosen.values()))
-    found = [fresh(size, "a choice by index") for size in shape]
-    kept = [term for number, term in enumerate(dims) if number not in chosen]
-    first, last = min(chosen), max(chosen)
-    at = first if last - first + 1 == len(chosen) else 0
-    return [[*kept[:at], *found, *kept[at:]]]
+        call.keep_whole(*of_index, why="a boolean mask" if has_mask else "an index")
+    call.keep_whole(*(term for dim, term in enumerate(dims) if dim not in behind), why=why)
+    pairs = zip(behind, call.outs[0].shape, strict=True)
+    return [[dims[dim] if dim >= 0 else fresh(size, why) for dim, size in pairs]]
 
 
 @_rule("index_put", "_index_put_impl")
 def _index_put(call: AxisCall) -> list[Dims]:
     dims, values = call.axes[0], call.axes[-1]
-    at: set[int] = set()
-    for number, index in enumerate(call.get("indices")):
-        if index is not None:
-            at |= set(range(number, number + (index.ndim if index.dtype is torch.bool else 1)))
+    at, _ = indexed(call)
     call.keep_whole(*(dims[number] for number in at))
     kept = [term for number, term in enumerate(dims) if number not in at]
     for term, value in zip(reversed(kept), reversed(values), strict=False):
@@ -460,45 +378,7 @@ def _index_put(call: AxisCall) -> list[Dims]:
     return [list(dims)]
 
 
-@_rule("index_select", "index_add", "index_copy", "index_fill")
-def _by_rows(call: AxisCall) -> list[Dims]:
-    dims, at = list(call.axes[0]), call.axis()
-    call.keep_whole(dims[at])
-    source = call.axes[-1]
-    if call.name in ("index_add", "index_copy"):
-        call.keep_whole(source[at])
-        for number, (a, b) in enumerate(zip(dims, source, strict=True)):
-            if number != at:
-                call.same(a, b)
-    return [_resized(call, call.outs[0], dims)]
-
-
-@_rule("gather", "scatter", "scatter_add")
-def _gather(call: AxisCall) -> list[Dims]:
-    at, dims = call.axis(), call.axes[0]
-    result = dims if call.name != "gather" else call.axes[1]
-    for other in call.axes[1:]:
-        for number, (a, b) in enumerate(zip(dims, other, strict=False)):
-            if number == at or size_of(a) != size_of(b):
-                call.keep_whole(a, b)
-            else:
-                call.same(a, b)
-    return [list(result)]
-
-
-# --- norms and convolutions -----------------------------------------------------------------------
-@_rule("native_layer_norm", "_fused_rms_norm", "rms_norm", "_fused_rms_norm_forward")
-def _norm(call: AxisCall) -> list[Dims]:
-    dims, count = call.axes[0], len(call.get("normalized_shape"))
-    outer, inner = dims[: len(dims) - count], dims[len(dims) - count :]
-    call.keep_whole(*inner)
-    for weights in call.axes[1:]:
-        for a, b in zip(weights, inner, strict=True):
-            call.same(a, b)
-    statistics = [*outer, *[fresh(1)] * count]
-    return [dims] + [statistics[: out.ndim] for out in call.outs[1:]]
-
-
+# --- norms over the batch, convolutions -----------------------------------------------------------
 @_rule("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm")
 @_rule("_batch_norm_with_update", "_native_batch_norm_legit_no_training")
 def _batch_norm(call: AxisCall) -> list[Dims]:
@@ -550,23 +430,5 @@ def _convolution(call: AxisCall) -> list[Dims]:
     for bias in call.axes[2:]:
         call.same(bias[0], out)
     (result,) = call.outs
-    return [[x[0], out, *_spatial_dims(result, 2)]]
-
-
-def _spatial(call: AxisCall) -> list[Dims]:
-    """Keep the last dimensions replicated, as many as the name states (pooling and similar)."""
-    dims = call.axes[0]
-    first = len(dims) - int(next(letter for letter in call.name if letter.isdigit()))
-    call.keep_whole(*dims[first:], why="positions of an image")
-    return [[*dims[:first], *_spatial_dims(out, first)] for out in call.outs]
-
-
-def _spatial_dims(out: Tensor, first: int) -> Dims:
-    return [fresh(size, "positions of an image") for size in out.shape[first:]]
-
-
-def in_place(first: Iterable[Term], second: Iterable[Term], name: str) -> None:
-    """Unify the dimensions of a tensor with those of an in-place result."""
-    for a, b in zip(first, second, strict=True):
-        if factors(a) != factors(b):
-            unify(a, b, name)
+    pixels = [fresh(size, "positions of an image") for size in result.shape[2:]]
+    return [[x[0], out, *pixels]]

@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from slapo.derive.axes import Term, carve, cut, factors, fresh, keep_whole, size_of
-from slapo.derive.rules import MAKERS, AxisCall, Dims, apply_rule, in_place
+from slapo.derive.axes import Term, carve, cut, factors, fresh, keep_whole, size_of, unify
+from slapo.derive.rules import MAKERS, AxisCall, Dims, apply_rule
 from slapo.derive.sizes import Counted, Key, SizeUse, counted_attributes
 from slapo.random import states_kept
 from slapo.snapshot import attributes_kept
@@ -226,7 +226,8 @@ class _Mode(TorchDispatchMode):
         node = Node("operation", call.name, inputs, [], self.running[-1], call.contracted)
         for tensor, dims in zip(outs, found, strict=True):
             if id(tensor) in self.numbers:
-                in_place(self.dims(tensor), dims, call.name)
+                for before, after in zip(self.dims(tensor), dims, strict=True):
+                    unify(before, after, call.name)
             is_float = tensor.is_floating_point() or tensor.is_complex()
             value = Value(dims, needs_grad and is_float, is_view)
             if is_float and comes_of_some and not needs_grad:

@@ -313,7 +313,12 @@ class Images(nn.Module):
         return self.fc2(self.inside(self.fc1(x)))
 
 
-PIXELS: dict[str, nn.Module] = {
+def unpooled(x: Tensor) -> Tensor:
+    values, places = F.max_pool2d(x, 2, return_indices=True)
+    return F.max_unpool2d(values, places, 2, output_size=x.shape)
+
+
+PIXELS: dict[str, Callable[[Tensor], Tensor]] = {
     "max": nn.MaxPool2d(2),
     "average": nn.AvgPool2d(2),
     "adaptive": nn.AdaptiveAvgPool2d(3),
@@ -330,6 +335,9 @@ PIXELS: dict[str, nn.Module] = {
     "adaptive 1d": nn.AdaptiveAvgPool1d(3),
     "linear": nn.Upsample(scale_factor=2, mode="linear"),
     "reflection 1d": nn.ReflectionPad1d(1),
+    "antialiased": functools.partial(F.interpolate, size=5, mode="bilinear", antialias=True),
+    "antialiased bicubic": functools.partial(F.interpolate, size=5, mode="bicubic", antialias=True),
+    "unpooled": unpooled,
 }
 
 

@@ -49,10 +49,12 @@ class OperationCall:
         """The dimensions that the arguments name; all of them without one."""
         # To unfold adds a dimension, and its derivative counts without it.
         ndim = self.tensors[0].ndim - (self.name == "unfold_backward")
+        if self.name == "constant_pad_nd":  # two amounts per dimension, the last one first
+            return {ndim - 1 - i // 2 for i, amount in enumerate(self.get("pad")) if amount}
         given = self.get("dim", self.get("dims", self.get("dimension")))
         if given is None or given == []:
             return set(range(ndim))
-        return {dim % ndim for dim in ([given] if isinstance(given, int) else given)}
+        return {dim % max(1, ndim) for dim in ([given] if isinstance(given, int) else given)}
 
 
 @dataclass

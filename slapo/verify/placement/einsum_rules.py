@@ -9,7 +9,7 @@ from slapo.verify.placement.call import Call, rule_for
 from slapo.verify.placement.place import PARTIAL_SUM, WHOLE, Fault, Place
 
 #: The dimensions of both factors as letters, as in ``torch.einsum``.
-_PRODUCTS = {
+PRODUCTS = {
     "mm": "mk,kn->mn",
     "addmm": "mk,kn->mn",
     "bmm": "bmk,bkn->bmn",
@@ -21,11 +21,11 @@ _PRODUCTS = {
 }
 
 
-@rule_for(*_PRODUCTS)
+@rule_for(*PRODUCTS)
 def product(call: Call) -> list[Place]:
     """Slices of a contracted dimension give partial sums, others give slices of the result."""
     factors = call.places[-2:]
-    result = multiplied(call, _PRODUCTS[call.name], factors[0], factors[1])
+    result = multiplied(call, PRODUCTS[call.name], factors[0], factors[1])
     if len(call.places) == 3:
         _check_added(call, result)
     return [result]
@@ -79,19 +79,22 @@ def _check_added(call: Call, result: Place) -> None:
         raise call.misfit("the bias that it adds and the product have different placements")
 
 
+#: The same for groups of rows, each with its own matrix, by the numbers of dimensions.
+GROUPED = {
+    (2, 3): "tk,ekn->tn",
+    (2, 2): "kt,tn->ekn",
+    (3, 2): "emk,kt->mt",
+    (3, 3): "emk,ekn->emn",
+}
+
+
 @rule_for("_grouped_mm")
 def grouped_product(call: Call) -> list[Place]:
     """Products of row groups, each with its own matrix: experts and their tokens."""
     left, right = call.tensors[:2]
     if not all(place.is_whole for place in call.places[2:]):
         raise call.misfit("the offsets of the groups must be whole")
-    equation = {
-        (2, 3): "tk,ekn->tn",
-        (2, 2): "kt,tn->ekn",
-        (3, 2): "emk,kt->mt",
-        (3, 3): "emk,ekn->emn",
-    }[left.ndim, right.ndim]
-    return [multiplied(call, equation, *call.places[:2])]
+    return [multiplied(call, GROUPED[left.ndim, right.ndim], *call.places[:2])]
 
 
 @rule_for("convolution", "_convolution")

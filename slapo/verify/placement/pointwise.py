@@ -42,8 +42,8 @@ _UNTAGGED += (
     "hardshrink_backward",
     "log_sigmoid_backward",
 )
-#: Operations that create constant tensors.
-_CONSTANT = (
+#: Operations that create constant tensors, or fill one.
+CONSTANTS = (
     "ones",
     "full",
     "scalar_tensor",
@@ -53,7 +53,7 @@ _CONSTANT = (
     "full_like",
     "fill",
 )
-_ZERO: tuple[str, ...] = (
+ZEROS: tuple[str, ...] = (
     "zeros",
     "new_zeros",
     "zeros_like",
@@ -63,7 +63,7 @@ _ZERO: tuple[str, ...] = (
     "empty_like",
     "empty_strided",
 )
-_ZERO += ("new_empty_strided", "_efficientzerotensor")
+ZEROS += ("new_empty_strided", "_efficientzerotensor")
 
 
 def is_pointwise(call: OperationCall) -> bool:
@@ -73,8 +73,8 @@ def is_pointwise(call: OperationCall) -> bool:
 
 def of_wholes(call: Call) -> list[Place]:
     """Placements of results of replicated tensors only: replicated, and possibly constant."""
-    if call.name in _CONSTANT or call.name in _ZERO:
-        zero = call.name in _ZERO or call.get("fill_value", call.get("s")) == 0
+    if call.name in CONSTANTS or call.name in ZEROS:
+        zero = call.name in ZEROS or call.get("fill_value", call.get("s")) == 0
         return [Place(uniform=frozenset(range(out.ndim)), is_zero=zero) for out in call.outs]
     pairs = zip(call.tensors, call.places, strict=True)
     known = any(p.uniform or p.runs or p.is_zero or tensor.ndim == 0 for tensor, p in pairs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from slapo.sharding.groups import share_of
-from slapo.verify.placement.call import Call, rule_for
+from slapo.verify.placement.call import Call, OperationCall, rule_for
 from slapo.verify.placement.place import MASKED, PARTIAL_SUM, WHOLE, Place
 
 _SUMS = ("sum", "mean", "nansum")
@@ -29,47 +29,52 @@ def reduced(call: Call) -> Place:
 
 # --- slice by slice ------------------------------------------------------------------------------
 #: Operations on each matrix of a batch.
-OF_MATRICES: tuple[str, ...] = ("linalg_solve_triangular", "linalg_inv_ex")
-OF_MATRICES += ("linalg_cholesky_ex", "linalg_matrix_exp")
-#: Operations along the dimensions that their arguments name.
-_ALONG: tuple[str, ...] = ("_softmax", "_safe_softmax", "_log_softmax", "softmax", "log_softmax")
-_ALONG += ("_softmax_backward_data", "_log_softmax_backward_data", "cumprod", "logcumsumexp")
-_ALONG += ("cummax", "cummin")
+_OF_MATRICES: tuple[str, ...] = ("linalg_solve_triangular", "linalg_inv_ex")
+_OF_MATRICES += ("linalg_cholesky_ex", "linalg_matrix_exp")
 _LINEAR_ALONG: tuple[str, ...] = ("cumsum", "flip", "roll", "unfold", "unfold_backward")
 _LINEAR_ALONG += ("_fft_r2c", "_fft_c2c", "_fft_c2r")
+#: Operations along the dimensions that their arguments name.
+ALONG: tuple[str, ...] = ("_softmax", "_safe_softmax", "_log_softmax", "softmax", "log_softmax")
+ALONG += ("_softmax_backward_data", "_log_softmax_backward_data", "cumprod", "logcumsumexp")
+ALONG += ("cummax", "cummin", *_LINEAR_ALONG)
 _RESIZED: tuple[str, ...] = ("upsample_nearest", "_upsample_nearest_exact", "upsample_linear")
 _RESIZED += ("upsample_bilinear", "upsample_bicubic", "upsample_trilinear")
 _RESIZED += ("reflection_pad", "replication_pad")
 #: Name -> number of pixel dimensions; derivatives have longer names.
-_PIXELS = {
+PIXELS = {
     **{f"{kind}_pool{dims}d": dims for kind in ("avg", "max") for dims in (1, 2, 3)},
     **{f"max_pool{dims}d_with_indices": dims for dims in (2, 3)},
+    **{f"max_unpool{dims}d": dims for dims in (2, 3)},
     **{f"_adaptive_avg_pool{dims}d": dims for dims in (2, 3)},
     **{f"adaptive_max_pool{dims}d": dims for dims in (2, 3)},
     **{f"fractional_max_pool{dims}d": dims for dims in (2, 3)},
     **{f"{kind}{dims}d": dims for kind in _RESIZED for dims in (1, 2, 3)},
+    **{f"_upsample_{kind}2d_aa": 2 for kind in ("bilinear", "bicubic")},
 }
 #: Operation -> number of last dimensions that it mixes.
-_MIXED = {
-    **dict.fromkeys(("tril", "triu", *OF_MATRICES), 2),
-    **_PIXELS,
-    **{f"{name}_backward": dims for name, dims in _PIXELS.items()},
+LAST = {
+    **dict.fromkeys(("tril", "triu", *_OF_MATRICES), 2),
+    **PIXELS,
+    **{f"{name}_backward": dims for name, dims in PIXELS.items()},
     "view_as_complex": 1,
     "view_as_real": 0,
 }
 #: Prefixes of those that are linear.
-_LINEAR = ("tri", "avg_pool", "_adaptive_avg_pool", *_RESIZED, "view_as")
+_LINEAR = (*_LINEAR_ALONG, "tri", "avg_pool", "_adaptive_avg_pool", "view_as")
+_LINEAR += (*_RESIZED, "_upsample_bi")
 
 
-@rule_for(*_ALONG, *_LINEAR_ALONG)
-def _along(call: Call) -> Place:
-    return call.slicewise(call.dims(), is_linear=call.name in _LINEAR_ALONG)
+def mixed_dims(call: OperationCall) -> set[int]:
+    """The dimensions along which an operation does not work slice by slice."""
+    ndim, normalized = call.tensors[0].ndim, call.get("normalized_shape")
+    last = LAST.get(call.name) if normalized is None else len(normalized)
+    return call.dims() if last is None else {*range(ndim - last, ndim)}
 
 
-@rule_for(*_MIXED)
-def of_last(call: Call) -> Place:
-    """Slice by slice along the dimensions before the last ones: pixels, matrices, pairs."""
-    return call.slicewise(range(-_MIXED[call.name], 0), call.name.startswith(_LINEAR))
+@rule_for(*ALONG, *LAST)
+def by_slices(call: Call) -> Place:
+    """Slice by slice along the dimensions that it does not mix."""
+    return call.slicewise(mixed_dims(call), call.name.startswith(_LINEAR))
 
 
 @rule_for("diagonal")

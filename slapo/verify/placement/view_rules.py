@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from slapo.verify.placement.call import Call, rule_for
+from slapo.verify.placement.call import Call, OperationCall, rule_for
 from slapo.verify.placement.place import OWN, PARTIAL_SUM, Fault, Place
 
 #: Operations whose result may be sharded along one of several dimensions.
@@ -94,7 +94,7 @@ def _covered(runs: list[int], size: int, inner: int) -> list[int]:
     return some if blocks == some * (whole // size) else []
 
 
-def new_dims(call: Call) -> list[int]:
+def new_dims(call: OperationCall) -> list[int]:
     """New position of each dimension in a view; -1 for one that is gone or repeated."""
     # Strides tell the dimensions of this view apart, also those of size 1.
     shape = call.tensors[0].shape
@@ -257,10 +257,8 @@ def _stack(call: Call) -> list[Place]:
 @rule_for("constant_pad_nd")
 def pad(call: Call) -> list[Place]:
     """Any padding along other dimensions than the sharded one; zeros for a partial sum."""
-    place, ndim = call.moved(), call.tensors[0].ndim
-    padding = call.get("pad")
-    padded = {ndim - 1 - i // 2 for i, amount in enumerate(padding) if amount}
-    if place.is_slice and place.dim in padded:
+    place = call.moved()
+    if place.is_slice and place.dim in call.dims():
         raise call.misfit(f"it pads dimension {place.dim}, which is sharded")
     if place.is_partial and call.get("value"):
         raise call.misfit("it pads a partial sum with a value other than zero")
@@ -271,7 +269,7 @@ def pad(call: Call) -> list[Place]:
 @rule_for("index", "_unsafe_index", "index_select")
 def index(call: Call) -> list[Place]:
     """Replicated indices into any dimension but the sharded one."""
-    place, chosen = call.places[0], _chosen(call)
+    place, chosen = call.places[0], chosen_by(call)
     if not all(other.is_whole for other in call.places[1:]):
         # A replicated table with sharded indices: the result is sharded like the indices.
         if place.is_whole and len(call.places) == 2 and chosen[0] is not None:
@@ -279,24 +277,24 @@ def index(call: Call) -> list[Place]:
         raise call.misfit("indices that differ between ranks choose from a table that is not whole")
     if not place.is_slice:
         return [place]
-    dims = _dims_behind(chosen, call.tensors[0].ndim)
+    dims = dims_behind(call)
     if place.dim not in dims:
         raise call.misfit(f"it chooses along dimension {place.dim}, which is sharded")
     return [place.along(dims.index(place.dim))]
 
 
-def _chosen(call: Call) -> Sequence[Tensor | None]:
+def chosen_by(call: OperationCall) -> Sequence[Tensor | None]:
     """Indices by dimension."""
     if call.get("indices") is not None:
         return list(call.get("indices"))
     return [None] * (call.get("dim") % call.tensors[0].ndim) + [call.tensors[1]]
 
 
-def _indexed(chosen: Sequence[Tensor | None]) -> tuple[list[int], int]:
+def indexed(call: OperationCall) -> tuple[list[int], int]:
     """Indexed dimensions, and the number of dimensions that replace them."""
     at: list[int] = []
     dim = wide = 0
-    for index in chosen:
+    for index in chosen_by(call):
         is_mask = index is not None and index.dtype is torch.bool
         several = index.ndim if index is not None and is_mask else 1
         if index is not None:
@@ -306,10 +304,10 @@ def _indexed(chosen: Sequence[Tensor | None]) -> tuple[list[int], int]:
     return at, wide
 
 
-def _dims_behind(chosen: Sequence[Tensor | None], ndim: int) -> list[int]:
+def dims_behind(call: OperationCall) -> list[int]:
     """Original dimension of each result dimension; -1 for those of the indices."""
-    at, wide = _indexed(chosen)
-    kept = [dim for dim in range(ndim) if dim not in at]
+    at, wide = indexed(call)
+    kept = [dim for dim in range(call.tensors[0].ndim) if dim not in at]
     together = at == [*range(at[0], at[-1] + 1)]
     start = at[0] if together else 0
     return [*kept[:start], *[-1] * wide, *kept[start:]]
@@ -343,7 +341,7 @@ def _put_in(call: Call) -> list[Place]:
     if source.is_slice and call.name in ("index_put", "_index_put_impl", "index_add"):
         return [_put_slices(call, target, source)]
     if target.is_slice and source.is_whole and target.dim in source.uniform:
-        if target.dim in _indexed(_chosen(call))[0]:
+        if target.dim in indexed(call)[0]:
             raise call.misfit(f"it writes along dimension {target.dim}, which is sharded")
         return [target]
     raise call.misfit("the inserted tensor and the destination have different placements")
@@ -378,7 +376,7 @@ def _rows_of_slices(call: Call) -> bool:
 
 def _put_slices(call: Call, target: Place, source: Place) -> Place:
     """Insert rows sharded along a dimension that is not indexed, like the destination."""
-    dim = _dims_behind(_chosen(call), call.tensors[0].ndim)[source.dim - call.tensors[-1].ndim]
+    dim = dims_behind(call)[source.dim - call.tensors[-1].ndim]
     if dim < 0:
         raise call.misfit("it inserts slices of rows where each rank has different ones")
     if target.same(source.along(dim)) or target.is_zero or dim in target.uniform:
