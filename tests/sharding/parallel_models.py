@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slapo import Schedule
+from slapo.op import FlashAttention
 from slapo.sharding.collectives import reduce_from_group
 from slapo.sharding.vocab import masked
 
@@ -341,6 +342,14 @@ def hf_attention(sch: Schedule) -> None:
     sch.set("num_heads", sch.mod.num_heads // sch.world_size)
 
 
+def flash_attention(sch: Schedule) -> None:
+    sch.sync("bwd_post", "all_reduce")
+    for name in ["qkv"] if "qkv" in sch else ["query", "key", "value"]:
+        blocks = 3 if name == "qkv" else 1
+        sch[name].shard("weight", 0, blocks=blocks).shard("bias", 0, blocks=blocks)
+    sch["out_proj"].shard("weight", 1).sync("fwd_post", "all_reduce")
+
+
 def gpt2(sch: Schedule) -> None:
     lm = sch["lm"]
     lm["transformer.wte"].shard("weight", 0).sync("fwd_post", "all_reduce")
@@ -525,6 +534,7 @@ def many_tokens() -> Tensor:
 
 
 X = activations(BATCH, SEQ, HIDDEN)
+WIDER = activations(BATCH, SEQ, 16)
 EVEN_BATCH = activations(4, SEQ, HIDDEN)
 EVEN_SEQ = activations(BATCH, 12, HIDDEN)
 IMAGES = activations(BATCH, 3, 9, 11)
@@ -583,7 +593,11 @@ CASES: dict[str, Case] = {
     "column gathered for parts": Case(Mlp12, column_gathered_in_parts, X),
     "row with a resharded input": Case(Mlp, row_with_resharded_input, X),
     "one layer at two places": Case(Twice, shared_layer, X),
-    "Conv1D, packed": Case(HfAttention, hf_attention, activations(BATCH, SEQ, 16)),
+    "Conv1D, packed": Case(HfAttention, hf_attention, WIDER),
+    "FlashAttention": Case(lambda: FlashAttention(16, 4, causal=True), flash_attention, WIDER),
+    "FlashAttention, packed": Case(
+        lambda: FlashAttention(16, 4, fused_qkv=True, causal=True), flash_attention, WIDER
+    ),
     "GPT-2": Case(Gpt2, gpt2, tokens),
     "unequal blocks": Case(UnequalBlocks, unequal_blocks, X),
     "Conv2d and BatchNorm2d": Case(ConvNet, conv_net, IMAGES),
