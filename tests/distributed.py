@@ -161,6 +161,64 @@ def run_distributed(
                 reader.close()
 
 
+class Job:
+    """Named cases that one job of processes runs in turn: processes start slower than cases run.
+
+    Parameters
+    ----------
+    world_size : int
+        Number of processes.
+    timeout : float
+        Seconds until the processes are killed.
+    """
+
+    def __init__(self, world_size: int, timeout: float = 200) -> None:
+        self.world_size, self.timeout = world_size, timeout
+        self.cases: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {}
+
+    def __call__(self, fn: Callable[..., None]) -> Callable[..., None]:
+        """Add a case: ``fn(rank, world_size)``, whose asserts hold on each rank."""
+        return self.each(())(fn)
+
+    def each(self, *rows: tuple[Any, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        """Add a case ``fn(rank, world_size, *row)`` for each of the rows."""
+
+        def add(fn: Callable[..., None]) -> Callable[..., None]:
+            self.cases.update({f"{fn.__name__}{row or ''}": (fn, row) for row in rows})
+            return fn
+
+        return add
+
+    def run(self) -> None:
+        """Run all; where that fails, each one in a job of its own, to name every wrong one."""
+        assert self.cases
+        try:
+            run_distributed(_in_turn, self.world_size, self.cases, timeout=self.timeout)
+        except RankFailure:
+            failures = {name: self._failure_of(name) for name in self.cases}
+            wrong = [f"{name}: {text}" for name, text in failures.items() if text]
+            if not wrong:
+                raise
+            raise AssertionError("\n".join(wrong)) from None
+
+    def _failure_of(self, name: str) -> str:
+        try:
+            run_distributed(_in_turn, self.world_size, {name: self.cases[name]})
+        except RankFailure as failure:
+            return str(failure)
+        return ""
+
+
+def _in_turn(
+    rank: int, world_size: int, cases: dict[str, tuple[Callable[..., None], tuple[Any, ...]]]
+) -> None:
+    """Cases one after the other, each with the random numbers of a new process."""
+    for fn, row in cases.values():
+        random.seed(0)
+        torch.manual_seed(0)
+        fn(rank, world_size, *row)
+
+
 def run_script(
     script: Path,
     arguments: Sequence[str],

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import RankFailure, run_distributed
+from tests.distributed import Job, RankFailure, run_distributed
 
 pytestmark = pytest.mark.distributed
 
@@ -99,6 +99,20 @@ def test_a_warning_is_an_error_on_a_rank_too() -> None:
 @pytest.mark.filterwarnings("ignore:old:FutureWarning")
 def test_a_rank_has_the_filters_of_the_test() -> None:
     run_distributed(warn, 2)
+
+
+def test_every_wrong_case_of_a_job_is_named() -> None:
+    job, wrong = Job(2), ["raise_on(0,)", "die_on(1,)"]
+    job.each((0,), (5,))(raise_on)
+    job.each((1,), (5,))(die_on)
+    with pytest.raises(AssertionError) as info:
+        job.run()
+    assert [name for name in job.cases if f"{name}: rank" in str(info.value)] == wrong
+    with pytest.raises(AssertionError):
+        Job(2).run()
+    for name in wrong:
+        del job.cases[name]
+    job.run()
 
 
 def test_eight_processes_start_in_seconds() -> None:

@@ -11,17 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from transformers import modeling_flash_attention_utils as flash_utils
 
-import slapo
 from slapo.errors import MissingPackageError
 from slapo.op import FlashAttention, FlashAttentionOp, attend, interface
 from slapo.op.interface import use_attention
 from slapo.random import get_rng_tracker, tracker_kept
-from tests.distributed import run_distributed
 from tests.model_schedule.models import MODELS, shallow
 from tests.versions import t5_takes_attention
 
@@ -174,36 +171,6 @@ def test_module_against_torch(name: str, causal: bool, fused: bool) -> None:
     expected = reference(x, x, x, attn_mask=hidden, need_weights=False)[0]
     torch.testing.assert_close(module(x), expected, atol=1e-5, rtol=0)
     assert module.state_dict().keys() == copy.deepcopy(module).state_dict().keys()
-
-
-def sharded(rank: int, world_size: int) -> list[float]:
-    found = []
-    for fused in (False, True):
-        torch.manual_seed(0)
-        whole = nn.Sequential(FlashAttention(16, 4, fused_qkv=fused, causal=True))
-        sch = slapo.create_schedule(copy.deepcopy(whole), group=dist.group.WORLD)
-        node = sch["0"].sync("bwd_post", "all_reduce")
-        for name in ["qkv"] if fused else ["query", "key", "value"]:
-            blocks = 3 if fused else 1
-            node[name].shard("weight", 0, blocks=blocks).shard("bias", 0, blocks=blocks)
-        node["out_proj"].shard("weight", 1).sync("fwd_post", "all_reduce")
-        x, y = (torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)) for _ in "ab")
-        x.requires_grad_(), y.requires_grad_()
-        expected, got = whole(x), slapo.build(sch)[0](y)
-        expected.square().sum().backward()
-        got.square().sum().backward()
-        assert x.grad is not None
-        assert y.grad is not None
-        found += [
-            float((expected - got).detach().abs().max()),
-            float((x.grad - y.grad).abs().max()),
-        ]
-    return found
-
-
-def test_module_over_two_ranks() -> None:
-    for found in run_distributed(sharded, 2):
-        assert max(found) < 1e-5
 
 
 # --- in models of Transformers -------------------------------------------------------------------

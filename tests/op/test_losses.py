@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -20,9 +21,22 @@ from slapo.op import cross_entropy
 from slapo.op.cross_entropy import ParallelCrossEntropy, token_losses
 from slapo.op.linear_loss import LossHead, Targets, linear_cross_entropy
 from slapo.sharding.groups import share_of
-from tests.distributed import run_distributed
+from tests.distributed import Job
 
 VOCAB, FEATURES, BATCH, SEQ = 97, 23, 3, 11
+
+on_two_ranks, on_four_ranks = Job(2), Job(4)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("job", [on_two_ranks, on_four_ranks], ids=["two ranks", "four ranks"])
+def test_all_cases_of_a_shared_out_vocabulary(job: Job) -> None:
+    job.run()
+
+
+def on_both(*rows: tuple[Any, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A case of two ranks and of four, for each of the rows."""
+    return lambda fn: on_four_ranks.each(*rows)(on_two_ranks.each(*rows)(fn))
 
 
 def labels_like(*shape: int, vocab: int = VOCAB) -> Tensor:
@@ -165,8 +179,10 @@ def own_columns(whole: Tensor, rank: int, ranks: int, dim: int = -1) -> Tensor:
     return whole.chunk(ranks, dim)[rank].detach().clone().requires_grad_()
 
 
-def compare_parallel(
-    rank: int, ranks: int, vocab: int, dtype: torch.dtype, smoothing: float
+@on_two_ranks.each((VOCAB, torch.float32, 0.2))
+@on_both(*itertools.product((96, VOCAB), (torch.float32, torch.bfloat16)))
+def losses_of_a_shared_out_vocabulary(
+    rank: int, ranks: int, vocab: int, dtype: torch.dtype, smoothing: float = 0.0
 ) -> None:
     logits = (4 * torch.randn(BATCH, SEQ, vocab)).to(dtype).requires_grad_()
     labels, scale = labels_like(BATCH, SEQ, vocab=vocab), torch.randn(BATCH, SEQ)
@@ -192,19 +208,6 @@ def compare_parallel(
         module(logits, labels, vocab)
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("vocab", [96, VOCAB])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_losses_of_a_shared_out_vocabulary(ranks: int, vocab: int, dtype: torch.dtype) -> None:
-    run_distributed(compare_parallel, ranks, vocab, dtype, 0.0)
-
-
-@pytest.mark.distributed
-def test_smoothed_losses_of_a_shared_out_vocabulary() -> None:
-    run_distributed(compare_parallel, 2, VOCAB, torch.float32, 0.2)
-
-
 @pytest.mark.parametrize("smoothing", [-0.1, 1.0])
 def test_what_is_no_smoothing(smoothing: float) -> None:
     for act in (
@@ -215,7 +218,8 @@ def test_what_is_no_smoothing(smoothing: float) -> None:
             act()
 
 
-def count_collectives(rank: int, ranks: int) -> None:
+@on_two_ranks
+def two_collectives_and_none_in_the_backward_pass(rank: int, ranks: int) -> None:
     logits = torch.randn(5, 6, requires_grad=True)
     with Meter() as meter:
         losses = ParallelCrossEntropy()(logits, torch.tensor([0, 5, 6, 11, -100]), vocab_size=12)
@@ -223,12 +227,10 @@ def count_collectives(rank: int, ranks: int) -> None:
     assert [each.name for each in meter.collectives] == ["allreduce", "allreduce"]
 
 
-@pytest.mark.distributed
-def test_two_collectives_and_none_in_the_backward_pass() -> None:
-    run_distributed(count_collectives, 2)
-
-
-def compare_linear(rank: int, ranks: int, dtype: torch.dtype, chunk: int) -> None:
+@on_both(*itertools.product((torch.float32, torch.bfloat16), (8, 100)))
+def a_fused_head_of_a_shared_out_vocabulary(
+    rank: int, ranks: int, dtype: torch.dtype, chunk: int
+) -> None:
     hidden, weight, bias = operands(dtype)
     labels = labels_like(len(hidden))
     wanted = reference(hidden, weight, bias, labels)
@@ -248,16 +250,6 @@ def compare_linear(rank: int, ranks: int, dtype: torch.dtype, chunk: int) -> Non
     for mine, whole in ((rows, weight), (part, bias)):
         wanted_part = whole.grad.narrow(0, start, own)
         torch.testing.assert_close(mine.grad, wanted_part, **tolerance)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("chunk", [8, 100])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_fused_head_of_a_shared_out_vocabulary(
-    ranks: int, chunk: int, dtype: torch.dtype
-) -> None:
-    run_distributed(compare_linear, ranks, dtype, chunk)
 
 
 # --- the head and its loss in one ----------------------------------------------------------------
@@ -474,7 +466,10 @@ def test_a_head_refuses_labels_of_another_shape() -> None:
         head(torch.randn(BATCH, SEQ, FEATURES))
 
 
-def compare_head(rank: int, ranks: int, bias: bool, settings: dict[str, Any]) -> None:
+@on_both((False, {"shift": True}), (True, {"shift": False, "num_items": 7}))
+def a_head_whose_rows_are_shared_out(
+    rank: int, ranks: int, bias: bool, settings: dict[str, Any]
+) -> None:
     model, x = Model(bias), torch.randn(BATCH, SEQ, FEATURES)
     targets = Targets(labels_like(BATCH, SEQ), **settings)
     wanted = whole_loss(model, x, targets)
@@ -503,16 +498,8 @@ def compare_head(rank: int, ranks: int, bias: bool, settings: dict[str, Any]) ->
             torch.testing.assert_close(param.grad, wanted_grad, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_head_whose_rows_are_shared_out(ranks: int, bias: bool) -> None:
-    run_distributed(
-        compare_head, ranks, bias, {"shift": not bias, "num_items": 7 if bias else None}
-    )
-
-
-def refuse_heads(rank: int, ranks: int) -> None:
+@on_two_ranks
+def heads_that_are_split_otherwise_are_refused(rank: int, ranks: int) -> None:
     x, labels = torch.randn(BATCH, SEQ, FEATURES), labels_like(BATCH, SEQ)
     for axis, sync, error in ((1, "", "shard it by rows"), (0, "all_gather", "needs logits")):
         model = nn.Sequential(LossHead(24 if axis else FEATURES, 96, bias=False))
@@ -525,12 +512,8 @@ def refuse_heads(rank: int, ranks: int) -> None:
             model(x if not axis else torch.randn(BATCH, SEQ, 12))
 
 
-@pytest.mark.distributed
-def test_heads_that_are_split_otherwise_are_refused() -> None:
-    run_distributed(refuse_heads, 2)
-
-
-def whole_in_a_job(rank: int, ranks: int) -> None:
+@on_two_ranks
+def a_whole_head_asks_no_other_rank(rank: int, ranks: int) -> None:
     """Data parallelism alone: each rank has tokens of its own, and all of the vocabulary."""
     torch.manual_seed(rank)
     hidden, weight, bias = operands()
@@ -544,11 +527,6 @@ def whole_in_a_job(rank: int, ranks: int) -> None:
         token_losses(F.linear(hidden, weight, bias), labels).sum(),
         reference(hidden, weight, bias, labels),
     )
-
-
-@pytest.mark.distributed
-def test_a_whole_head_asks_no_other_rank() -> None:
-    run_distributed(whole_in_a_job, 2)
 
 
 def test_in_a_trace_the_head_stays_a_call() -> None:

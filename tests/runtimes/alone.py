@@ -13,6 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from slapo.agreement import gathered
 from slapo.sharding.shards import shards_of
 from slapo.wrapper import innermost
 
@@ -172,6 +173,23 @@ def compare(
             apart = abs(float(engine.grad_norm) / alone.norms[-1] - 1)
             found["norms"] = max(found["norms"], apart)
     return {**found, "state": largest_difference(engine, alone.state())}
+
+
+def compare_by_hand(
+    engine: Any, alone: Alone, batches: Iterable[Any], parts: int = 1
+) -> dict[str, float]:
+    """As :func:`compare`, by calls, backwards and a step; a batch goes back in so many parts."""
+    apart = 0.0
+    for batch in batches:
+        total = torch.zeros(())
+        for inputs, targets in cut(of_this_rank(engine.mesh, batch), parts):
+            loss = _mean(alone.loss_fn(call(engine, inputs), targets)) / parts
+            engine.backward(loss)
+            total += loss.detach()
+        engine.step()
+        losses = gathered(total.item(), None)
+        apart = max(apart, abs(sum(losses) / len(losses) - alone.step(batch)))
+    return {"losses": apart, "state": largest_difference(engine, alone.state())}
 
 
 def whole(tensor: Any) -> Tensor:

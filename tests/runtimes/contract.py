@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -95,25 +95,36 @@ def build(model: nn.Module, target: str = "torch", layout: Any = (1, 1, 1), **op
     return slapo.build(sch, target=target, mesh=mesh, **{**base, **options})[0]
 
 
+def scheduled(
+    model: nn.Module, group: Any, stages: int = 1, cuts: Sequence[int] | None = None
+) -> slapo.Schedule:
+    """Blocks over a group, in stages of as many blocks each, or cut behind those of `cuts`."""
+    sch = slapo.create_schedule(model, group=group)
+    if sch.world_size > 1:
+        for block in sch.select("h.*"):
+            block["up"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+            block["down"].shard("weight", 1).sync("fwd_post", "all_reduce")
+    if cuts is None:
+        cuts = [stage * 4 // stages - 1 for stage in range(1, stages)]
+    if cuts:
+        sch.trace_until("")
+        for cut in cuts:
+            sch[f"h.{cut}"].cut_pipeline_stage()
+    return sch
+
+
 def make(
     target: str,
     layout: tuple[int, int, int],
     stages: int | None = None,
     model: nn.Module | None = None,
+    cuts: Sequence[int] | None = None,
     **options: Any,
 ) -> Any:
     """The engine of a model in a layout, with as many stages as pipeline ranks."""
     mesh = slapo.init_mesh(*layout, device="cpu")
-    sch = slapo.create_schedule(model or seeded(), group=mesh["tp"])
-    if sch.world_size > 1:
-        for block in sch.select("h.*"):
-            block["up"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
-            block["down"].shard("weight", 1).sync("fwd_post", "all_reduce")
     stages = layout[0] if stages is None else stages
-    if stages > 1:
-        sch.trace_until("")
-        for stage in range(1, stages):
-            sch[f"h.{stage * 4 // stages - 1}"].cut_pipeline_stage()
+    sch = scheduled(model or seeded(), mesh["tp"], stages, cuts)
     base = {"loss_fn": loss_fn, "optimizer": sgd, "micro_batches": MICRO_BATCHES}
     return slapo.build(sch, target=target, mesh=mesh, **{**base, **options})[0]
 

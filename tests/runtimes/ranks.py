@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed import run_distributed
 
@@ -40,6 +41,34 @@ def on_ranks(world: int | None = None, timeout: float = 200) -> Callable[[Job], 
         test.__signature__ = inspect.signature(job)  # type: ignore[attr-defined]
         test.__name__, test.__doc__, test.__module__ = job.__name__, job.__doc__, job.__module__
         return pytest.mark.distributed(test)
+
+    return decorate
+
+
+def on_ranks_by_rows(rows: Sequence[tuple[Any, ...]], timeout: float = 280) -> Callable[[Job], Job]:
+    """A test of rows ``(target, layout, *others)``, which are the arguments of its body.
+
+    Those of one target and as many processes run in one job, and a row that fails is named.
+    Megatron-Core's groups are made once, for one layout.
+    """
+    jobs: dict[str, tuple[str, tuple[int, int, int], list[Any]]] = {}
+    for row in rows:
+        target, layout = row[:2]
+        size = "x".join(map(str, layout)) if target == "megatron" else f"{prod(layout)}"
+        jobs.setdefault(f"{target}-{size}", (target, layout, []))[2].append(row)
+
+    def decorate(body: Job) -> Job:
+        def job(target: str, layout: tuple[int, int, int], rows: list[Any]) -> None:
+            for row in rows:
+                torch.manual_seed(0)
+                try:
+                    body(*row)
+                except Exception as error:
+                    raise AssertionError(f"in the row {row}") from error
+
+        job.__module__, job.__name__, job.__doc__ = body.__module__, body.__name__, body.__doc__
+        named = pytest.mark.parametrize(("target", "layout", "rows"), jobs.values(), ids=list(jobs))
+        return named(on_ranks(timeout=timeout)(job))
 
     return decorate
 

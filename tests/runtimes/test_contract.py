@@ -14,8 +14,18 @@ from torch import Tensor
 import slapo
 from slapo.agreement import gathered
 from slapo.framework_dialect.registry import _DIALECTS
-from tests.runtimes.alone import compare, largest_difference, of_this_rank
-from tests.runtimes.contract import TOLERANCE, Model, alone, data, halving, loss_fn, make, seeded
+from tests.runtimes.alone import compare, compare_by_hand, of_this_rank
+from tests.runtimes.contract import (
+    TOLERANCE,
+    Model,
+    alone,
+    data,
+    halving,
+    loss_fn,
+    make,
+    seeded,
+    sgd,
+)
 from tests.runtimes.ranks import RUNTIMES, error_of, on_ranks
 
 pytestmark = pytest.mark.slow
@@ -61,13 +71,8 @@ def test_training(target: str, layout: tuple[int, int, int]) -> None:
 
 @on_ranks(1)
 def test_a_model_in_one_piece_is_called(target: str) -> None:
-    engine, reference = make(target, (1, 1, 1), micro_batches=1), alone()
-    for ids, targets in data(3):
-        loss = loss_fn(engine(ids), targets)
-        engine.backward(loss)
-        engine.step()
-        assert abs(loss.item() - reference.step((ids, targets))) < 1e-6
-    assert largest_difference(engine, reference.state()) < 1e-6
+    found = compare_by_hand(make(target, (1, 1, 1), micro_batches=1), alone(), data(3))
+    assert max(found.values()) < 1e-6
 
 
 # --- mistakes with a batch -----------------------------------------------------------------------
@@ -145,6 +150,9 @@ def test_refusals_before_anything_starts(target: str) -> None:
     assert "a mesh with pp=2 needs a loss" in text
     assert rank or "failed on rank 1" in text
     assert "ranks applied different schedules" in attempt(stages=2 + rank)
+    for wrong, text in ((lambda: "none", "returned a str"), (lambda: 1 / 0, "ZeroDivisionError")):
+        found = attempt(optimizer=lambda p, wrong=wrong: wrong() if rank else sgd(p))
+        assert (text if rank else "optimizer failed on rank 1") in found
 
 
 # --- what must be alike --------------------------------------------------------------------------

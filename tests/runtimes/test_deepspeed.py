@@ -21,11 +21,10 @@ from tests.runtimes.alone import compare
 from tests.runtimes.deepspeed_models import (
     ADAMW,
     SGD,
-    Model,
     alone,
     batches,
-    loss_fn,
-    scheduled,
+    make,
+    seeded,
 )
 from tests.runtimes.ranks import on_ranks
 
@@ -45,7 +44,7 @@ class Case:
     tp: int
     optimizer: Any = SGD
     dtype: torch.dtype = torch.float32
-    scalar: bool = True
+    scalar: bool = True  # ZeRO-3 takes none
     late: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-5
@@ -55,16 +54,8 @@ class Case:
         return f"{self.pp}x{self.dp}x{self.tp} {self.dtype} {self.options}"
 
 
-def model_of(case: Case) -> torch.nn.Module:
-    torch.manual_seed(0)
-    model = Model()
-    if not case.scalar:  # ZeRO-3 takes none
-        model.temperature = torch.nn.Parameter(model.temperature.detach().reshape(1))
-    return model
-
-
 def check(case: Case) -> None:
-    model = model_of(case)
+    model = seeded(case.scalar)
     reference = alone(
         copy.deepcopy(model),
         case.optimizer,
@@ -73,21 +64,20 @@ def check(case: Case) -> None:
         lr_scheduler=case.options.get("lr_scheduler"),
         dtype=case.dtype,
     )
-    mesh = slapo.init_mesh(case.pp, case.dp, case.tp)
+    layout = (case.pp, case.dp, case.tp)
+    mesh = slapo.init_mesh(*layout)
     if mesh.get_local_rank("dp"):
         with torch.no_grad():  # replicas are made equal
-            model.embed.weight.add_(1.0)
+            model.emb.weight.add_(1.0)
             model.temperature.add_(1.0)
     if mesh.get_local_rank("pp"):
         with torch.no_grad():  # so are the tied weights of stages
-            model.embed.weight.add_(1.0)
-    engine, optimizer = slapo.build(
-        scheduled(mesh, model, case.late),
-        target="deepspeed",
-        mesh=mesh,
-        loss_fn=loss_fn,
+            model.emb.weight.add_(1.0)
+    engine = make(
+        layout,
+        model,
+        cuts=[3] if case.late else None,
         optimizer=case.optimizer,
-        micro_batches=MICRO_BATCHES,
         dtype=case.dtype,
         sync_replicated=True,
         **case.options,
@@ -109,7 +99,7 @@ def check(case: Case) -> None:
     assert found["norms"] <= (case.norms or 10 * case.tolerance), (str(case), found)
     names = gathered(set(engine.state_dict()), None)
     assert set().union(*names) == set(model.state_dict())
-    assert optimizer is engine.engine.optimizer
+    assert engine.optimizer is engine.engine.optimizer
 
 
 CLIPPED = {"clip_grad_norm": CLIP}

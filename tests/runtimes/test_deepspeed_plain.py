@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import slapo
 from slapo.agreement import gathered
 from tests.runtimes.alone import cut as cut_batch
-from tests.runtimes.deepspeed_models import SGD, Model, alone, batches, cut, loss_fn, shard
+from tests.runtimes.contract import scheduled
+from tests.runtimes.deepspeed_models import SGD, Model, alone, batches, loss_fn, seeded
 from tests.runtimes.ranks import error_of, on_ranks
 
 pytestmark = [
@@ -57,11 +58,8 @@ def topology_of(pp: int, tp: int, dp: int) -> Any:
 def test_a_pipeline_by_topology() -> None:
     """Three stages: the one in the middle never sees a batch."""
     topology = topology_of(3, 1, 1)
-    torch.manual_seed(0)
-    model = Model()
-    reference = alone(model, parts=2, clip=0.3)
-    sch = slapo.create_schedule(model, group=dist.new_subgroups(1)[0])
-    cut(sch, 3)
+    reference = alone(seeded(), parts=2, clip=0.3)
+    sch = scheduled(seeded(), dist.new_subgroups(1)[0], stages=3)
     config = copy.deepcopy(CONFIG)
     given = {"topology": topology, "loss_fn": loss_of_tuple, "optimizer": SGD}
     engine, optimizer = slapo.build(sch, target="deepspeed", config=config, **given)
@@ -91,16 +89,11 @@ def test_a_pipeline_by_topology() -> None:
 def train(
     config: dict[str, Any], tp: int = 1, topology: Any = None, tolerance: float = 1e-5
 ) -> None:
-    torch.manual_seed(0)
-    model = Model()
-    if config["zero_optimization"]["stage"] == 3:
-        model.temperature = nn.Parameter(model.temperature.detach().reshape(1))
+    model = seeded(scalar=config["zero_optimization"]["stage"] != 3)
     dtype = torch.bfloat16 if "bf16" in config else torch.float32
     dp = dist.get_world_size() // tp
     reference = alone(copy.deepcopy(model).to(dtype), torch.optim.AdamW, dp, clip=0.3)
-    sch = slapo.create_schedule(model, group=dist.group.WORLD if tp > 1 else None)
-    if tp > 1:
-        shard(sch)
+    sch = scheduled(model, dist.group.WORLD) if tp > 1 else slapo.create_schedule(model)
     engine, _ = slapo.build(sch, target="deepspeed", config=config, topology=topology)
     for batch in batches(dp, 3):
         inputs, targets = cut_batch(batch, dp)[dist.get_rank() if dp > 1 else 0]
@@ -130,8 +123,7 @@ def test_zero_and_tensor_parallelism_by_config() -> None:
     train(zero[0], tp=2, topology=topology)
     # Adam's first steps divide by gradients' own size; a step more is a tenth of the change.
     train(bf16, tolerance=5e-3)
-    sch = slapo.create_schedule(Model(), group=dist.group.WORLD)
-    shard(sch)
+    sch = scheduled(Model(), dist.group.WORLD)
     text = error_of(lambda: slapo.build(sch, target="deepspeed", config=bf16))
     assert "ZeRO stage 1" in text
     assert "bf16" in text

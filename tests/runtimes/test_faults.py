@@ -26,7 +26,7 @@ from slapo.framework_dialect.failures import naming_failures
 from slapo.mesh import init_mesh
 from tests.runtimes.contract import copied, data, is_unchanged, loss_fn, make
 from tests.runtimes.jobs import WORLD, Outcome, environment, free_port, run_job
-from tests.runtimes.ranks import on_ranks, stand_in_for_cuda
+from tests.runtimes.ranks import on_ranks, on_ranks_by_rows, stand_in_for_cuda
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -217,23 +217,20 @@ def test_an_engine_leaves_no_group_behind() -> None:
     assert gloo_threads() == 0
 
 
-@pytest.mark.parametrize(
-    ("target", "options"),
+@on_ranks_by_rows(
     [
-        ("torch", {}),
-        ("torch", {"data_parallel": "fsdp"}),
-        *[("deepspeed", {"zero": zero}) for zero in range(4)],
-        ("megatron", {}),
-        ("megatron", {"overlap_grad_reduce": True}),
-    ],
-    ids=str,
+        ("torch", (1, 2, 1), {}),
+        ("torch", (1, 2, 1), {"data_parallel": "fsdp"}),
+        *[("deepspeed", (1, 2, 1), {"zero": zero}) for zero in range(4)],
+        ("megatron", (1, 2, 1), {}),
+        ("megatron", (1, 2, 1), {"overlap_grad_reduce": True}),
+    ]
 )
-@on_ranks(2)
 def test_no_further_step_is_taken_after_one_that_failed(
-    target: str, options: dict[str, Any]
+    target: str, layout: Any, options: dict[str, Any]
 ) -> None:
     """Gradients of the failed step are in buffers of the library: they would count in the next."""
-    engine, batches = make(target, (1, 2, 1), loss_fn=FailsLater(), **options), data(steps=9)
+    engine, batches = make(target, layout, loss_fn=FailsLater(), **options), data(steps=9)
     engine.train_batch(batches)
     engine.train_batch(batches)
     before = copied(engine)

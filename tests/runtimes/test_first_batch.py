@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import slapo
 from tests.runtimes import contract
 from tests.runtimes.contract import copied, data, is_unchanged, loss_fn, seeded
-from tests.runtimes.ranks import on_ranks
+from tests.runtimes.ranks import on_ranks, on_ranks_by_rows
 
 TARGETS = [
     ("torch", (1, 2, 2), {}),  # FSDP2
@@ -24,7 +24,6 @@ TARGETS = [
     ("deepspeed", (1, 2, 2), {"zero": 3}),
     ("deepspeed", (2, 1, 2), {}),
 ]
-IDS = [f"{target}-{layout}-{'-'.join(map(str, given))}" for target, layout, given in TARGETS]
 
 
 def schedule(mesh: Any, model: nn.Module, stages: int = 1, forgets: bool = True) -> slapo.Schedule:
@@ -61,8 +60,7 @@ def is_refused(target: str, layout: Any, given: dict[str, Any], check: Any, text
     assert text in str(told.value)
 
 
-@pytest.mark.parametrize(("target", "layout", "given"), TARGETS, ids=IDS)
-@on_ranks(4)
+@on_ranks_by_rows(TARGETS)
 def test_a_forgotten_sync_is_named(target: str, layout: Any, given: dict[str, Any]) -> None:
     # Under ZeRO-3 modules hold nothing that could be checked, and gradients are compared alone.
     named = 'add sch["h.2.up"].sync("bwd_post", "all_reduce")'
@@ -71,8 +69,7 @@ def test_a_forgotten_sync_is_named(target: str, layout: Any, given: dict[str, An
     )
 
 
-@pytest.mark.parametrize(("target", "layout", "given"), TARGETS[:1] + TARGETS[3:5])
-@on_ranks(4)
+@on_ranks_by_rows(TARGETS[:1] + TARGETS[3:5])
 def test_gradients_of_whole_parameters_are_compared(
     target: str, layout: Any, given: dict[str, Any]
 ) -> None:

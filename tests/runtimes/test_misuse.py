@@ -27,7 +27,7 @@ from tests.runtimes.contract import (
     make,
     sgd,
 )
-from tests.runtimes.ranks import error_of, on_ranks
+from tests.runtimes.ranks import error_of, on_ranks, on_ranks_by_rows
 
 SHARDED = [{}, {"dtype": torch.bfloat16}, {"data_parallel": "fsdp"}]
 
@@ -344,18 +344,15 @@ def test_buffers_keep_their_dtype(target: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("target", "layout", "options"),
+@on_ranks_by_rows(
     [
         ("deepspeed", (2, 1, 1), {}),
         ("deepspeed", (1, 2, 1), {"zero": 1}),
         ("deepspeed", (1, 2, 1), {"zero": 3}),
         ("megatron", (2, 1, 1), {}),
         ("megatron", (1, 2, 1), {"distributed_optimizer": True}),
-    ],
-    ids=str,
+    ]
 )
-@on_ranks()
 def test_optimizers_start_from_values_that_are_not_rounded(
     target: str, layout: Any, options: dict[str, Any]
 ) -> None:

@@ -29,7 +29,7 @@ from tests.runtimes.contract import (
     seeded,
     sgd,
 )
-from tests.runtimes.ranks import on_ranks
+from tests.runtimes.ranks import on_ranks, on_ranks_by_rows
 
 pytestmark = pytest.mark.slow
 
@@ -104,20 +104,19 @@ def make_experts(target: str, options: dict[str, Any]) -> tuple[Any, Alone]:
     return build(model, target, (1, 2, 1), **given), reference
 
 
-@pytest.mark.parametrize(
-    ("target", "options"),
+@on_ranks_by_rows(
     [
-        ("torch", FIND_UNUSED),
-        ("torch", {"data_parallel": "fsdp"}),
-        ("torch", {"dtype": torch.bfloat16}),
-        ("torch", {"dtype": torch.bfloat16, "micro_batches": 1}),
-        ("deepspeed", {"zero": 0}),
-        ("megatron", {}),
-    ],
-    ids=str,
+        ("torch", (1, 2, 1), FIND_UNUSED),
+        ("torch", (1, 2, 1), {"data_parallel": "fsdp"}),
+        ("torch", (1, 2, 1), {"dtype": torch.bfloat16}),
+        ("torch", (1, 2, 1), {"dtype": torch.bfloat16, "micro_batches": 1}),
+        ("deepspeed", (1, 2, 1), {"zero": 0}),
+        ("megatron", (1, 2, 1), {}),
+    ]
 )
-@on_ranks(2)
-def test_replicas_may_use_different_parameters(target: str, options: dict[str, Any]) -> None:
+def test_replicas_may_use_different_parameters(
+    target: str, layout: Any, options: dict[str, Any]
+) -> None:
     engine, reference = make_experts(target, options)
     for batch in expert_batches():
         reference.step(batch)
@@ -168,20 +167,20 @@ def make_pictures(**options: Any) -> tuple[Any, nn.Module]:
     return build(model, "torch", (1, 2, 1), optimizer=optimizer, **options), reference
 
 
-@pytest.mark.parametrize(
-    "options",
+@on_ranks_by_rows(
     [
-        {"data_parallel": "fsdp"},
-        {"data_parallel": "fsdp", "micro_batches": 2},
-        {"data_parallel": "fsdp", "shard_size": 1},
-        {"data_parallel": "fsdp", "data_parallel_options": {"reshard_after_forward": False}},
-        {"data_parallel": "fsdp", "dtype": torch.bfloat16, "micro_batches": 2},
-        FIND_UNUSED,
-    ],
-    ids=str,
+        ("torch", (1, 2, 1), options)
+        for options in (
+            {"data_parallel": "fsdp"},
+            {"data_parallel": "fsdp", "micro_batches": 2},
+            {"data_parallel": "fsdp", "shard_size": 1},
+            {"data_parallel": "fsdp", "data_parallel_options": {"reshard_after_forward": False}},
+            {"data_parallel": "fsdp", "dtype": torch.bfloat16, "micro_batches": 2},
+            FIND_UNUSED,
+        )
+    ]
 )
-@on_ranks(2)
-def test_a_replica_without_pictures(options: dict[str, Any]) -> None:
+def test_a_replica_without_pictures(target: str, layout: Any, options: dict[str, Any]) -> None:
     engine, reference = make_pictures(**options)
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     rank = engine.mesh.get_local_rank("dp")
@@ -281,19 +280,16 @@ def test_ddp_tells_of_parameters_that_the_last_micro_batch_does_not_use() -> Non
     assert largest_difference(engine, reference.state()) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("target", "options", "shrinks"),
+@on_ranks_by_rows(
     [
-        ("torch", {}, False),
-        ("torch", {"data_parallel": "fsdp"}, True),
-        ("deepspeed", {}, True),
-        ("megatron", {}, True),
-    ],
-    ids=str,
+        ("torch", (1, 1, 1), {}, False),
+        ("torch", (1, 1, 1), {"data_parallel": "fsdp"}, True),
+        ("deepspeed", (1, 1, 1), {}, True),
+        ("megatron", (1, 1, 1), {}, True),
+    ]
 )
-@on_ranks(1)
 def test_what_is_unused_everywhere_has_no_gradient_or_one_of_zero(
-    target: str, options: dict[str, Any], shrinks: bool
+    target: str, layout: Any, options: dict[str, Any], shrinks: bool
 ) -> None:
     """As the guide says: where gradients are in common buffers, it is one of zero."""
     torch.manual_seed(0)
@@ -316,22 +312,21 @@ def decay_by_name(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.opt
     return torch.optim.SGD(groups, lr=0.1)
 
 
-@pytest.mark.parametrize(
-    ("target", "options"),
+@on_ranks_by_rows(
     [
-        ("torch", {}),
-        ("torch", {"pipeline_schedule": "interleaved_1f1b"}),
-        ("torch", {"data_parallel": "fsdp"}),
-        ("deepspeed", {}),
-        ("deepspeed", {"zero": 1}),
-        ("megatron", {}),
-    ],
-    ids=str,
+        ("torch", (2, 1, 1), {}),
+        ("torch", (2, 1, 1), {"pipeline_schedule": "interleaved_1f1b"}),
+        ("torch", (2, 1, 1), {"data_parallel": "fsdp"}),
+        ("deepspeed", (2, 1, 1), {}),
+        ("deepspeed", (2, 1, 1), {"zero": 1}),
+        ("megatron", (2, 1, 1), {}),
+    ]
 )
-@on_ranks(2)
-def test_optimizers_get_the_names_of_the_model(target: str, options: dict[str, Any]) -> None:
+def test_optimizers_get_the_names_of_the_model(
+    target: str, layout: Any, options: dict[str, Any]
+) -> None:
     stages = 4 if "pipeline_schedule" in options else 2
-    engine = make(target, (2, 1, 1), stages, optimizer=decay_by_name, **options)
+    engine = make(target, layout, stages, optimizer=decay_by_name, **options)
     reference = alone(optimizer=decay_by_name, named=True)
     found = compare(engine, reference, data(4))
     assert max(found.values()) < TOLERANCE, found

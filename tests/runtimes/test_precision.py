@@ -26,15 +26,14 @@ from tests.runtimes.contract import (
     make,
     seeded,
 )
-from tests.runtimes.ranks import on_ranks
+from tests.runtimes.ranks import on_ranks, on_ranks_by_rows
 
 #: Sums of other orders, rounded to 8 or 11 bits on the way through the model.
 CLOSE = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("target", "layout", "dtype", "options"),
+@on_ranks_by_rows(
     [
         ("torch", (1, 1, 1), torch.bfloat16, {}),
         ("torch", (1, 1, 1), torch.float16, {}),
@@ -44,12 +43,9 @@ CLOSE = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
         ("torch", (1, 2, 1), torch.bfloat16, {"data_parallel": "fsdp"}),
         ("torch", (2, 1, 1), torch.bfloat16, {"data_parallel": "fsdp"}),
         ("torch", (2, 2, 1), torch.bfloat16, {"data_parallel": "fsdp"}),
-        ("deepspeed", (2, 1, 1), torch.bfloat16, {}),
         ("deepspeed", (1, 2, 1), torch.bfloat16, {"zero": 2}),
-    ],
-    ids=str,
+    ]
 )
-@on_ranks()
 def test_half_precision_with_copies_in_float32(
     target: str, layout: Any, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
@@ -118,8 +114,7 @@ def _batch(value: float) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("target", "layout", "options"),
+@on_ranks_by_rows(
     [
         ("torch", (1, 1, 1), {}),
         ("torch", (2, 1, 1), {}),
@@ -132,10 +127,8 @@ def _batch(value: float) -> Any:
         ("megatron", (1, 1, 1), {}),
         ("megatron", (2, 1, 1), {}),
         ("megatron", (1, 1, 1), {"dtype": torch.bfloat16}),
-    ],
-    ids=str,
+    ]
 )
-@on_ranks()
 def test_a_step_with_a_gradient_that_is_not_finite(
     target: str, layout: Any, options: dict[str, Any]
 ) -> None:

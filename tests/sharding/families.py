@@ -129,98 +129,63 @@ def encoder_decoder_inputs(batch: int, length: int) -> dict[str, Tensor]:
     return {"input_ids": tokens(batch, length), "labels": labels}
 
 
-_COMMON: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
+def _of(name: str, settings: Callable[[float, int], dict[str, Any]], **fixed: Any) -> Any:
+    """What builds a model of Transformers: settings of its dropout and extra width, and others."""
+
+    def make(dropout: float, extra: int, **more: Any) -> nn.Module:
+        import transformers
+
+        cls = getattr(transformers, name)
+        given = {**settings(dropout, extra), **fixed, **more}
+        return cls(cls.config_class(vocab_size=VOCABULARY + extra, **given))
+
+    return make
 
 
-def _gpt2(dropout: float, extra: int) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=VOCABULARY + extra,
-        n_inner=4 * HIDDEN + extra,
-        n_embd=HIDDEN,
-        n_layer=LAYERS,
-        n_head=HEADS,
-        n_positions=32,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=0.0,  # heads' dropout and that of their sum are in one module
-        use_cache=False,
-        **_COMMON,
-    )
-    return GPT2LMHeadModel(config)
+#: What all configurations but T5's call alike; Transformers' own tokens lie beyond the vocabulary.
+_PLAIN: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": 32,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 
 
-def _decoder_sizes(dropout: float, extra: int, heads: int) -> dict[str, Any]:
+def _gpt2_sizes(dropout: float, extra: int) -> dict[str, Any]:
+    drops = {"resid_pdrop": dropout, "embd_pdrop": dropout}
+    drops["attn_pdrop"] = 0.0  # heads' dropout and that of their sum are in one module
+    return {**_PLAIN, **drops, "n_inner": 4 * HIDDEN + extra, "use_cache": False}
+
+
+def _decoder_sizes(dropout: float, extra: int) -> dict[str, Any]:
     return {
-        "vocab_size": VOCABULARY + extra,
-        "hidden_size": HIDDEN,
+        **_PLAIN,
         "intermediate_size": 3 * HIDDEN + extra,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": heads,
         "num_key_value_heads": HEADS // 2,
-        "max_position_embeddings": 32,
         "attention_dropout": dropout,
         "use_cache": False,
-        **_COMMON,
     }
 
 
-def _llama(dropout: float, extra: int, heads: int = HEADS) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = _decoder_sizes(dropout, extra, heads)
-    return LlamaForCausalLM(LlamaConfig(mlp_bias=True, attention_bias=True, **sizes))
+def _bert_sizes(dropout: float, extra: int) -> dict[str, Any]:
+    drops = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    return {**_PLAIN, **drops, "intermediate_size": 3 * HIDDEN + extra}
 
 
-def _qwen3(dropout: float, extra: int, heads: int = HEADS) -> nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    sizes = _decoder_sizes(dropout, extra, heads)
-    return Qwen3ForCausalLM(Qwen3Config(head_dim=HIDDEN // heads, **sizes))
-
-
-def _mixtral(dropout: float, extra: int) -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    # Rows of packed experts have to be multiples of 16 bytes long: their widths stay even.
-    sizes = {**_decoder_sizes(dropout, extra, HEADS), "intermediate_size": 3 * HIDDEN}
-    config = MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **sizes)
-    return MixtralForCausalLM(config)
-
-
-def _bert(dropout: float, extra: int) -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(
-        vocab_size=VOCABULARY + extra,
-        hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        intermediate_size=3 * HIDDEN + extra,
-        max_position_embeddings=32,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-    )
-    return BertForMaskedLM(config)
-
-
-def _t5(dropout: float, extra: int) -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=VOCABULARY + extra,
-        d_model=HIDDEN,
-        d_kv=HIDDEN // HEADS,
-        d_ff=3 * HIDDEN + extra,
-        num_layers=LAYERS,
-        num_decoder_layers=LAYERS,
-        num_heads=HEADS,
-        dropout_rate=dropout,
-        use_cache=False,
-        decoder_start_token_id=0,
-    )
-    return T5ForConditionalGeneration(config)
+def _t5_sizes(dropout: float, extra: int) -> dict[str, Any]:
+    return {
+        "d_model": HIDDEN,
+        "d_kv": HIDDEN // HEADS,
+        "d_ff": 3 * HIDDEN + extra,
+        "num_layers": LAYERS,
+        "num_decoder_layers": LAYERS,
+        "num_heads": HEADS,
+        "dropout_rate": dropout,
+        "use_cache": False,
+        "decoder_start_token_id": 0,
+    }
 
 
 def _decoder(layers: str, last: str, inner: tuple[str, ...] = (), moe: bool = False) -> Stack:
@@ -256,7 +221,7 @@ _T5_CROSS = _t5_attention("layer.1.EncDecAttention", ("hidden_states", "key_valu
 
 FAMILIES = {
     "gpt2": Family(
-        _gpt2,
+        _of("GPT2LMHeadModel", _gpt2_sizes),
         (
             Stack(
                 "transformer.h.*",
@@ -279,28 +244,35 @@ FAMILIES = {
         causal_inputs,
     ),
     "llama": Family(
-        _llama,
+        _of("LlamaForCausalLM", _decoder_sizes, mlp_bias=True, attention_bias=True),
         (_decoder("model.layers.*", "model.norm"),),
         ("model.embed_tokens",),
         "lm_head",
         causal_inputs,
     ),
     "qwen3": Family(
-        _qwen3,
+        _of("Qwen3ForCausalLM", _decoder_sizes, head_dim=HIDDEN // HEADS),
         (_decoder("model.layers.*", "model.norm", ("self_attn.q_norm", "self_attn.k_norm")),),
         ("model.embed_tokens",),
         "lm_head",
         causal_inputs,
     ),
     "mixtral": Family(
-        _mixtral,
+        # Rows of packed experts have to be multiples of 16 bytes long: their widths stay even.
+        _of(
+            "MixtralForCausalLM",
+            _decoder_sizes,
+            intermediate_size=3 * HIDDEN,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+        ),
         (_decoder("model.layers.*", "model.norm", moe=True),),
         ("model.embed_tokens",),
         "lm_head",
         causal_inputs,
     ),
     "bert": Family(
-        _bert,
+        _of("BertForMaskedLM", _bert_sizes),
         (
             Stack(
                 "bert.encoder.layer.*",
@@ -329,7 +301,7 @@ FAMILIES = {
         causal_inputs,
     ),
     "t5": Family(
-        _t5,
+        _of("T5ForConditionalGeneration", _t5_sizes),
         (
             Stack(
                 "encoder.block.*",
@@ -355,8 +327,9 @@ FAMILIES = {
 
 #: Those with two heads of keys and values, for four ranks; with one query head a rank, or two.
 SHARED = {name: FAMILIES[name] for name in ("llama", "qwen3", "mixtral")}
-SHARED["llama, 8 heads"] = replace(FAMILIES["llama"], make=partial(_llama, heads=8))
-SHARED["qwen3, 8 heads"] = replace(FAMILIES["qwen3"], make=partial(_qwen3, heads=8))
+for _name, _more in (("llama", {}), ("qwen3", {"head_dim": HIDDEN // 8})):
+    _make = partial(FAMILIES[_name].make, num_attention_heads=8, **_more)
+    SHARED[f"{_name}, 8 heads"] = replace(FAMILIES[_name], make=_make)
 
 
 def is_whole(node: slapo.Schedule) -> bool:

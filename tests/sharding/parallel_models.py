@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slapo import Schedule
+from slapo.op import FlashAttention
 from slapo.sharding.collectives import reduce_from_group
 from slapo.sharding.vocab import masked
 
@@ -18,11 +19,13 @@ BATCH, SEQ, HIDDEN = 7, 5, 12
 
 
 class Mlp(nn.Module):
-    def __init__(self, bias: bool = True, width: int = 3 * HIDDEN + 4) -> None:
+    def __init__(
+        self, bias: bool = True, width: int = 3 * HIDDEN + 4, out: int = HIDDEN - 1
+    ) -> None:
         super().__init__()
         self.fc1 = nn.Linear(HIDDEN, width, bias=bias)
         self.act = nn.GELU()
-        self.fc2 = nn.Linear(width, HIDDEN - 1, bias=bias)
+        self.fc2 = nn.Linear(width, out, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(self.act(self.fc1(x)))
@@ -212,13 +215,18 @@ class Twice(nn.Module):
 
 
 # --- schedules -------------------------------------------------------------------------------
-def column(sch: Schedule, path: str) -> Schedule:
-    return sch[path].shard("weight", axis=0).shard("bias", axis=0)
+def column(sch: Schedule, path: str, **cut: Any) -> Schedule:
+    return sch[path].shard("weight", axis=0, **cut).shard("bias", axis=0, **cut)
 
 
-def mlp_pair(sch: Schedule) -> None:
-    column(sch, "fc1").sync("bwd_post", "all_reduce")
-    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+def gathered(node: Schedule, axis: int = -1) -> None:
+    """All ranks have all of the output, and none has a part of its gradient."""
+    node.sync("fwd_post", "all_gather", axis=axis, tensor_parallel_output_grad=False)
+
+
+def mlp_pair(sch: Schedule, **cut: Any) -> None:
+    column(sch, "fc1", **cut).sync("bwd_post", "all_reduce")
+    sch["fc2"].shard("weight", axis=1, **cut).sync("fwd_post", "all_reduce")
 
 
 def mlp_without_bias(sch: Schedule) -> None:
@@ -292,36 +300,27 @@ def _call(pattern: str, x: Any) -> Any:
     return slapo.call_module(pattern, x)
 
 
-def mlp_scattered_channels(sch: Schedule) -> None:
-    """The reduced sum is kept by channels, and so is the bias."""
+def mlp_scattered(sch: Schedule, axis: int) -> None:
+    """The reduced sum is kept by samples, or by channels as is the bias then."""
     column(sch, "fc1").sync("bwd_post", "all_reduce")
-    fc2 = sch["fc2"].shard("weight", axis=1).sync("fwd_post", "reduce_scatter", axis=-1)
-    fc2.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
-
-
-def mlp_scattered_batch(sch: Schedule) -> None:
-    column(sch, "fc1").sync("bwd_post", "all_reduce")
-    fc2 = sch["fc2"].shard("weight", axis=1).sync("fwd_post", "reduce_scatter", axis=0)
-    fc2.sync("fwd_post", "all_gather", axis=0, tensor_parallel_output_grad=False)
+    gathered(sch["fc2"].shard("weight", axis=1).sync("fwd_post", "reduce_scatter", axis=axis), axis)
 
 
 def mlp_reduced_then_scattered(sch: Schedule) -> None:
     column(sch, "fc1").sync("bwd_post", "all_reduce")
     fc2 = sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     fc2.sync("fwd_post", "scatter", axis=0)
-    sch.sync("fwd_post", "all_gather", axis=0, tensor_parallel_output_grad=False)
+    gathered(sch, axis=0)
 
 
 def column_gathered(sch: Schedule) -> None:
-    fc1 = column(sch, "fc1").sync("bwd_post", "all_reduce")
-    fc1.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+    gathered(column(sch, "fc1").sync("bwd_post", "all_reduce"))
 
 
 def column_gathered_in_parts(sch: Schedule) -> None:
     """The gathered tensor meets a column-parallel layer: its gradient is a sum of parts."""
     column(sch, "fc1").sync("bwd_post", "all_reduce").sync("fwd_post", "all_gather", axis=-1)
-    fc2 = column(sch, "fc2")
-    fc2.sync("fwd_post", "all_gather", axis=2, tensor_parallel_output_grad=False)
+    gathered(column(sch, "fc2"), axis=2)
 
 
 def row_with_resharded_input(sch: Schedule) -> None:
@@ -330,8 +329,7 @@ def row_with_resharded_input(sch: Schedule) -> None:
 
 
 def shared_layer(sch: Schedule) -> None:
-    first = column(sch, "first").sync("bwd_post", "all_reduce")
-    first.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+    gathered(column(sch, "first").sync("bwd_post", "all_reduce"))
 
 
 def hf_attention(sch: Schedule) -> None:
@@ -341,11 +339,17 @@ def hf_attention(sch: Schedule) -> None:
     sch.set("num_heads", sch.mod.num_heads // sch.world_size)
 
 
+def flash_attention(sch: Schedule) -> None:
+    sch.sync("bwd_post", "all_reduce")
+    for name in ["qkv"] if "qkv" in sch else ["query", "key", "value"]:
+        blocks = 3 if name == "qkv" else 1
+        sch[name].shard("weight", 0, blocks=blocks).shard("bias", 0, blocks=blocks)
+    sch["out_proj"].shard("weight", 1).sync("fwd_post", "all_reduce")
+
+
 def gpt2(sch: Schedule) -> None:
     lm = sch["lm"]
-    lm["transformer.wte"].shard("weight", 0).sync("fwd_post", "all_reduce")
-    head = lm["lm_head"].shard("weight", 0).sync("bwd_post", "all_reduce")
-    head.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+    vocabulary(lm, "transformer.wte", "lm_head")
     for block in lm.select("transformer.h.*"):
         hf_attention(block["attn"])
         block["attn"].set("split_size", block["attn"].mod.split_size // sch.world_size)
@@ -371,15 +375,14 @@ def conv_net(sch: Schedule) -> None:
 
 
 def conv_gathered(sch: Schedule) -> None:
-    conv = column(sch, "conv1").sync("bwd_post", "all_reduce")
-    conv.sync("fwd_post", "all_gather", axis=1, tensor_parallel_output_grad=False)
+    gathered(column(sch, "conv1").sync("bwd_post", "all_reduce"), axis=1)
 
 
 def conv_scattered(sch: Schedule) -> None:
     """Rank by rank a part of the channels of the sum, and of the bias."""
     sch["grouped"].sync("fwd_post", "scatter", axis=1)
     sch["conv2"].shard("weight", axis=1).sync("fwd_post", "reduce_scatter", axis=0)
-    sch.sync("fwd_post", "all_gather", axis=0, tensor_parallel_output_grad=False)
+    gathered(sch, axis=0)
 
 
 def grouped_heads(sch: Schedule) -> None:
@@ -395,21 +398,13 @@ def grouped_heads(sch: Schedule) -> None:
     sch.set("groups", model.heads // sch.world_size // own)
 
 
-def vocabulary(sch: Schedule) -> None:
-    sch["emb"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
-    head = sch["head"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
-    head.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+def vocabulary(sch: Schedule, table: str = "emb", head: str = "head", **cut: Any) -> None:
+    sch[table].shard("weight", axis=0, **cut).sync("fwd_post", "all_reduce")
+    gathered(sch[head].shard("weight", axis=0, **cut).sync("bwd_post", "all_reduce"))
 
 
-def uneven_vocabulary(sch: Schedule) -> None:
-    """25, 25, 25 and 22 of 97 rows: a table, and a head whose gather knows it."""
-    sch["emb"].shard("weight", axis=0, uneven=True).sync("fwd_post", "all_reduce")
-    head = sch["head"].shard("weight", axis=0, uneven=True).sync("bwd_post", "all_reduce")
-    head.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
-
-
-def uneven_vocabulary_by_tokens(sch: Schedule) -> None:
-    vocabulary_by_tokens(sch, uneven=True)
+#: 25, 25, 25 and 22 of 97 rows: a table, and a head whose gather knows it.
+uneven_vocabulary = partial(vocabulary, uneven=True)
 
 
 def vocabulary_masked_by_hand(sch: Schedule) -> None:
@@ -429,29 +424,15 @@ def vocabulary_masked_by_hand(sch: Schedule) -> None:
     sch["emb"].sync("fwd_pre", mask).sync("fwd_post", zero)
 
 
-def uneven_pair(sch: Schedule) -> None:
-    for name in ("weight", "bias"):
-        sch["fc1"].shard(name, axis=0, uneven=True)
-    sch["fc1"].sync("bwd_post", "all_reduce")
-    sch["fc2"].shard("weight", axis=1, uneven=True).sync("fwd_post", "all_reduce")
-
-
 def uneven_columns_gathered(sch: Schedule) -> None:
     """By what reads it: that gets a gradient of parts, which the gather's backward sums."""
-    for name in ("weight", "bias"):
-        sch["fc1"].shard(name, axis=0, uneven=True)
-    sch["fc1"].sync("bwd_post", "all_reduce")
+    column(sch, "fc1", uneven=True).sync("bwd_post", "all_reduce")
     width = sch["fc2"].mod.in_features
-    for name in ("weight", "bias"):
-        sch["fc2"].shard(name, axis=0, uneven=True)
-    sch["fc2"].sync("fwd_pre", "all_gather", axis=-1, total=width)
-    sch["fc2"].sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+    gathered(column(sch, "fc2", uneven=True).sync("fwd_pre", "all_gather", axis=-1, total=width))
 
 
 def uneven_blocks(sch: Schedule) -> None:
-    for name in ("weight", "bias"):
-        sch["both"].shard(name, axis=0, blocks=2, uneven=True)
-    sch["both"].sync("bwd_post", "all_reduce")
+    column(sch, "both", blocks=2, uneven=True).sync("bwd_post", "all_reduce")
     sch["out"].shard("weight", axis=1, uneven=True).sync("fwd_post", "all_reduce")
 
 
@@ -469,19 +450,16 @@ def vocabulary_by_tokens(sch: Schedule, uneven: bool = False) -> None:
     for name in ("weight", "bias"):
         sch["fc"].annotate(name, "sequence_parallel", True)
     head = sch["head"].shard("weight", axis=0, uneven=uneven)
-    head.sync("fwd_pre", "all_gather", axis=1)
-    head.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+    gathered(head.sync("fwd_pre", "all_gather", axis=1))
 
 
 def embedding_columns(sch: Schedule) -> None:
-    emb = sch["emb"].shard("weight", axis=1)
-    emb.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+    gathered(sch["emb"].shard("weight", axis=1))
 
 
 def tied_by_the_head(sch: Schedule) -> None:
     """The embedding follows; only its reduction is left to place."""
-    head = sch["head"].shard("weight", axis=0).sync("bwd_post", "all_reduce")
-    head.sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+    gathered(sch["head"].shard("weight", axis=0).sync("bwd_post", "all_reduce"))
     sch["emb"].sync("fwd_post", "all_reduce")
 
 
@@ -492,7 +470,7 @@ def sequence_parallel(sch: Schedule, axis: int = 1) -> None:
             sch[norm].annotate(name, "sequence_parallel", True)
     column(sch, "fc1").sync("fwd_pre", "all_gather", axis=axis)
     sch["fc2"].shard("weight", axis=1).sync("fwd_post", "reduce_scatter", axis=axis)
-    sch.sync("fwd_post", "all_gather", axis=1, tensor_parallel_output_grad=False)
+    gathered(sch, axis=1)
 
 
 def reshard_chain(first: str, *rest: str) -> Callable[[Schedule], None]:
@@ -525,15 +503,10 @@ def many_tokens() -> Tensor:
 
 
 X = activations(BATCH, SEQ, HIDDEN)
+WIDER = activations(BATCH, SEQ, 16)
 EVEN_BATCH = activations(4, SEQ, HIDDEN)
 EVEN_SEQ = activations(BATCH, 12, HIDDEN)
 IMAGES = activations(BATCH, 3, 9, 11)
-
-
-class Mlp12(Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc2 = nn.Linear(3 * HIDDEN + 4, HIDDEN)
 
 
 class ReadTwice(nn.Module):
@@ -556,8 +529,7 @@ def read_twice(sch: Schedule) -> None:
 
 
 def gathered_and_read_twice(sch: Schedule) -> None:
-    column(sch, "encoder").sync("bwd_post", "all_reduce")
-    sch["encoder"].sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
+    gathered(column(sch, "encoder").sync("bwd_post", "all_reduce"))
     read_twice(sch)
 
 
@@ -576,14 +548,18 @@ CASES: dict[str, Case] = {
     "traced": Case(Mlp, mlp_traced, X),
     "sharded after a trace": Case(Mlp, mlp_sharded_after_trace, X),
     "checkpointed operations": Case(Mlp, mlp_traced_checkpoint, X),
-    "row scattered by channels": Case(Mlp12, mlp_scattered_channels, X),
-    "row scattered by samples": Case(Mlp, mlp_scattered_batch, EVEN_BATCH),
+    "row scattered by channels": Case(lambda: Mlp(out=HIDDEN), partial(mlp_scattered, axis=-1), X),
+    "row scattered by samples": Case(Mlp, partial(mlp_scattered, axis=0), EVEN_BATCH),
     "row reduced, then scattered": Case(Mlp, mlp_reduced_then_scattered, EVEN_BATCH),
     "column gathered": Case(Mlp, column_gathered, X),
-    "column gathered for parts": Case(Mlp12, column_gathered_in_parts, X),
+    "column gathered for parts": Case(lambda: Mlp(out=HIDDEN), column_gathered_in_parts, X),
     "row with a resharded input": Case(Mlp, row_with_resharded_input, X),
     "one layer at two places": Case(Twice, shared_layer, X),
-    "Conv1D, packed": Case(HfAttention, hf_attention, activations(BATCH, SEQ, 16)),
+    "Conv1D, packed": Case(HfAttention, hf_attention, WIDER),
+    "FlashAttention": Case(lambda: FlashAttention(16, 4, causal=True), flash_attention, WIDER),
+    "FlashAttention, packed": Case(
+        lambda: FlashAttention(16, 4, fused_qkv=True, causal=True), flash_attention, WIDER
+    ),
     "GPT-2": Case(Gpt2, gpt2, tokens),
     "unequal blocks": Case(UnequalBlocks, unequal_blocks, X),
     "Conv2d and BatchNorm2d": Case(ConvNet, conv_net, IMAGES),
@@ -615,12 +591,12 @@ CASES: dict[str, Case] = {
         lambda: Language(tied=True, padding_idx=96, rows=97), uneven_vocabulary, many_tokens
     ),
     "uneven vocabulary, by tokens": Case(
-        lambda: Language(rows=97), uneven_vocabulary_by_tokens, many_tokens
+        lambda: Language(rows=97), partial(vocabulary_by_tokens, uneven=True), many_tokens
     ),
     "uneven vocabulary, masked by hand": Case(
         lambda: Language(rows=97), vocabulary_masked_by_hand, many_tokens
     ),
-    "uneven column-row": Case(lambda: Mlp(width=41), uneven_pair, X),
+    "uneven column-row": Case(lambda: Mlp(width=41), partial(mlp_pair, uneven=True), X),
     "uneven columns gathered": Case(lambda: Mlp(width=41), uneven_columns_gathered, X),
     "uneven blocks": Case(Gated, uneven_blocks, X),
     "shared heads": Case(GroupedHeads, grouped_heads, X),

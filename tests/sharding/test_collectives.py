@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slapo.sharding import collectives as c
-from tests.distributed import run_distributed
+from tests.distributed import Job
 
 pytestmark = pytest.mark.distributed
 
@@ -300,29 +300,25 @@ def alone(rank: int, world_size: int) -> None:
     assert c.scatter(x, own, 0) is x
 
 
+BY_TWO = [on_the_world, without_results, other_dtypes, twice_and_twice_differentiated]
+BY_TWO += [changed_in_place, alone]
+
+
 @pytest.mark.parametrize(
-    ("worker", "world_size"),
+    ("world_size", "workers"),
     [
-        (on_the_world, 2),
-        (on_the_world, 4),
-        (on_subgroups, 4),
-        (without_results, 2),
-        (odd_sizes, 3),
-        (uneven_shares, 3),
-        (uneven_shares, 4),
-        (other_dtypes, 2),
-        (twice_and_twice_differentiated, 2),
-        (changed_in_place, 2),
-        (alone, 2),
+        (2, BY_TWO),
+        (3, [odd_sizes, uneven_shares]),
+        (4, [on_the_world, on_subgroups, uneven_shares]),
+        pytest.param(4, [compiled], marks=pytest.mark.slow),
     ],
+    ids=["two ranks", "three ranks", "four ranks", "compiled"],
 )
-def test_on_ranks(worker: Callable[[int, int], None], world_size: int) -> None:
-    run_distributed(worker, world_size)
-
-
-@pytest.mark.slow
-def test_compile_captures_the_whole_graph() -> None:
-    run_distributed(compiled, 4)
+def test_on_ranks(world_size: int, workers: list[Callable[[int, int], None]]) -> None:
+    job = Job(world_size)
+    for worker in workers:
+        job(worker)
+    job.run()
 
 
 def test_without_distributed_all_are_the_identity() -> None:

@@ -24,7 +24,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import slapo
 from slapo.primitives import base
-from tests.distributed import run_distributed
+from tests.distributed import Job
+
+on_two_ranks = Job(2)
+
+
+@pytest.mark.distributed
+def test_all_cases_on_two_ranks() -> None:
+    pytest.importorskip("transformers")
+    on_two_ranks.run()
 
 
 class MLP(nn.Module):
@@ -114,25 +122,17 @@ REFUSED: dict[Callable[[slapo.Schedule], None], str] = {
 ACCEPTED = (gathers_and_sums, says_what_is_no_bias, puts_another_around_the_slices)
 
 
-def build_all(rank: int, world: int) -> dict[str, str]:
-    found = {}
-    for schedule in (*REFUSED, *ACCEPTED):
-        torch.manual_seed(0)
+@on_two_ranks
+def what_trains_something_else_is_refused(rank: int, world: int) -> None:
+    for schedule, text in [*REFUSED.items(), *((each, "") for each in ACCEPTED)]:
         sch = slapo.create_schedule(MLP())
         try:
             schedule(sch)
             slapo.build(sch)
-            found[schedule.__name__] = "accepted"
+            found = ""
         except (ValueError, slapo.SlapoError) as error:
-            found[schedule.__name__] = str(error)
-    return found
-
-
-def test_what_trains_something_else_is_refused() -> None:
-    for found in run_distributed(build_all, 2):
-        for schedule, text in REFUSED.items():
-            assert text in found[schedule.__name__]
-        assert {found[schedule.__name__] for schedule in ACCEPTED} == {"accepted"}
+            found = str(error)
+        assert (text in found) if text else not found, (schedule.__name__, found)
 
 
 # --- what the bias of a layer by rows shares ----------------------------------------------------
@@ -146,7 +146,8 @@ class SharedBias(nn.Module):
         return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
 
 
-def shares_a_bias(rank: int, world: int) -> float:
+@on_two_ranks
+def a_bias_that_another_module_has_too(rank: int, world: int) -> None:
     torch.manual_seed(0)
     model, reference = SharedBias(), SharedBias()
     reference.load_state_dict(model.state_dict())
@@ -158,11 +159,7 @@ def shares_a_bias(rank: int, world: int) -> float:
     x = torch.randn(2, 6, 4)
     for each in (model, reference):
         each(x).square().sum().backward()
-    return float((model.c.bias.grad - reference.c.bias.grad).abs().max())
-
-
-def test_a_bias_that_another_module_has_too() -> None:
-    assert max(run_distributed(shares_a_bias, 2)) < 1e-5
+    assert_close(model.c.bias.grad, reference.c.bias.grad, rtol=0, atol=1e-5)
 
 
 # --- inputs in objects, and by keyword only ------------------------------------------------------
@@ -201,10 +198,10 @@ class Opaque:
         self.hidden = hidden
 
 
-def inputs_in_objects(rank: int, world: int) -> tuple[list[float], str, list[Any]]:
+@on_two_ranks
+def inputs_in_objects_and_by_keyword(rank: int, world: int) -> None:
     from transformers.modeling_outputs import BaseModelOutput
 
-    errors, opaque = [], ""
     kinds: list[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = [
         (State, lambda state: state.hidden),
         (Named, lambda state: state.hidden),
@@ -212,10 +209,8 @@ def inputs_in_objects(rank: int, world: int) -> tuple[list[float], str, list[Any
         (lambda x: OrderedDict(x=x, n=1), lambda state: state["x"]),
         (lambda x: BaseModelOutput(last_hidden_state=x), lambda state: state.last_hidden_state),
         (lambda x: [State(x), 1], lambda state: state[0].hidden),
-        (Opaque, lambda state: state.hidden),
     ]
-    for make, read in kinds:
-        torch.manual_seed(0)
+    for make, read in [*kinds, (Opaque, lambda state: state.hidden)]:
         model = Reads(read)
         reference = copy.deepcopy(model)
         x, y = (torch.ones(2, 4).requires_grad_() for _ in range(2))
@@ -224,14 +219,14 @@ def inputs_in_objects(rank: int, world: int) -> tuple[list[float], str, list[Any
         sch["fc2"].shard("weight", 1).sync("fwd_post", "all_reduce")
         sch.sync("bwd_post", "all_reduce")
         slapo.build(sch)
-        try:
-            model(make(x)).square().sum().backward()
-        except TypeError as error:
-            opaque = str(error)
+        if make is Opaque:
+            text = r"the call has no tensor argument, in \['Opaque'\]; put the sync on"
+            with pytest.raises(TypeError, match=text):
+                model(make(x))
             continue
+        model(make(x)).square().sum().backward()
         reference(make(y)).square().sum().backward()
-        assert x.grad is not None
-        errors.append(float((x.grad - y.grad).abs().max()))
+        assert_close(x.grad, y.grad, rtol=0, atol=1e-5)
     sch = slapo.create_schedule(Keywords())
     sch.sync("fwd_pre", "all_gather", axis=0, tensor_parallel_output_grad=False)
     x, memory = torch.ones(1, 4), torch.ones(2, 4)
@@ -242,16 +237,7 @@ def inputs_in_objects(rank: int, world: int) -> tuple[list[float], str, list[Any
     shapes.append(named(torch.ones(2, 4), torch.ones(2, 2)).shape[-1])
     with pytest.raises(ValueError, match=r"fwd_pre RS->RR: argument has \['masks'\]"):
         slapo.create_schedule(Places()).sync("fwd_pre", "RS->RR", argument="masks")
-    return errors, opaque, shapes
-
-
-def test_inputs_in_objects_and_by_keyword() -> None:
-    pytest.importorskip("transformers")
-    for errors, opaque, shapes in run_distributed(inputs_in_objects, 2):
-        assert len(errors) == 6
-        assert max(errors) < 1e-5
-        assert "the call has no tensor argument, in ['Opaque']; put the sync on" in opaque
-        assert shapes == [2, 2, 4, 4, 4]
+    assert shapes == [2, 2, 4, 4, 4]
 
 
 # --- modules that are not called ------------------------------------------------------------------
@@ -286,19 +272,15 @@ def test_a_name_that_a_wrapper_would_hide() -> None:
 
 
 # --- around the model ----------------------------------------------------------------------------
-def ddp_without_build(rank: int, world: int) -> str:
+@on_two_ranks
+def ddp_over_a_model_that_was_not_built(rank: int, world: int) -> None:
     uneven = slapo.create_schedule(nn.Linear(2, 3, bias=False))
     uneven.shard("weight", 0, uneven=True)
     for model in (pair(slapo.create_schedule(MLP())).mod, uneven.mod):
-        with pytest.raises(slapo.SlapoError) as told:
+        text = r"would treat the ranks \[0, 1\] as replicas, but this model is sharded"
+        with pytest.raises(slapo.SlapoError, match=text):
             DistributedDataParallel(model)
     DistributedDataParallel(nn.Linear(2, 2))
-    return str(told.value)
-
-
-def test_ddp_over_a_model_that_was_not_built() -> None:
-    for told in run_distributed(ddp_without_build, 2):
-        assert "would treat the ranks [0, 1] as replicas, but this model is sharded" in told
 
 
 def test_a_model_that_is_wrapped_already() -> None:
@@ -425,17 +407,14 @@ def test_a_failed_primitive_leaves_no_tag(fails: None) -> None:
 
 
 # --- copies --------------------------------------------------------------------------------------
-def copies_after_a_functional_call(rank: int, world: int) -> None:
+@on_two_ranks
+def a_copy_after_a_functional_call(rank: int, world: int) -> None:
     sch = pair(slapo.create_schedule(MLP()))
     model = slapo.build(sch)[0]
     theirs = {name: p * 1.0 for name, p in model.named_parameters()}
     functional_call(model, theirs, (torch.ones(2, 4),)).sum().backward()
     again = copy.deepcopy(model)
     assert_close(again(torch.ones(2, 4)), model(torch.ones(2, 4)))
-
-
-def test_a_copy_after_a_functional_call() -> None:
-    run_distributed(copies_after_a_functional_call, 2)
 
 
 def test_a_group_ends_where_torch_has_imported_more_meanwhile() -> None:

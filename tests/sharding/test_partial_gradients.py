@@ -1,7 +1,6 @@
 """Gradients of whole parameters in split regions: summed over the ranks, in loops and engines."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,9 +13,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import slapo
-from tests.distributed import run_distributed
+from tests.distributed import Job
 
 LAYERS = 4
+
+on_two_ranks, on_four_ranks = Job(2), Job(4)
+
+
+@pytest.mark.parametrize("job", [on_two_ranks, on_four_ranks], ids=["two ranks", "four ranks"])
+def test_gradients_are_those_of_the_whole(job: Job) -> None:
+    job.run()
 
 
 class Norms(nn.Module):
@@ -59,6 +65,7 @@ def compare(model: nn.Module, whole: nn.Module) -> None:
         assert_close(mine.grad, wanted.grad)
 
 
+@on_two_ranks
 def passes(rank: int, world: int) -> None:
     """Two passes that add up; a reentrant checkpoint is a pass of its own within the other."""
     model, whole = scheduled()
@@ -72,6 +79,7 @@ def passes(rank: int, world: int) -> None:
         compare(model, whole)
 
 
+@on_two_ranks
 def what_others_see(rank: int, world: int) -> None:
     """Those that look at a gradient within the pass see the sum."""
     model, whole = scheduled(reentrant=False)
@@ -95,6 +103,7 @@ def what_others_see(rank: int, world: int) -> None:
     assert_close([seen[id(p)] for p in mine], [p.grad for p in wanted])
 
 
+@on_two_ranks
 def with_other_parameters(rank: int, world: int) -> None:
     """Those of a conversion, and those that a functional call puts in for itself."""
     torch.__future__.set_overwrite_module_params_on_conversion(True)
@@ -123,6 +132,7 @@ def with_other_parameters(rank: int, world: int) -> None:
     compare(copy.deepcopy(model), copy.deepcopy(whole))
 
 
+@on_four_ranks
 def with_replicas(rank: int, world: int) -> None:
     """The replicas' averages, of micro-batches that add up first and of one alone."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -141,17 +151,9 @@ def with_replicas(rank: int, world: int) -> None:
         compare(model, whole)
 
 
-@pytest.mark.parametrize(
-    ("worker", "ranks"),
-    [(passes, 2), (what_others_see, 2), (with_other_parameters, 2), (with_replicas, 4)],
-)
-def test_gradients_are_those_of_the_whole(worker: Callable[[int, int], None], ranks: int) -> None:
-    run_distributed(worker, ranks)
-
-
-def by_hand(rank: int, world: int) -> list[str]:
+@on_four_ranks
+def fsdp_by_hand_would_lose_the_sums(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    told = []
     for wrap in (
         lambda model: fully_shard(model, mesh=mesh["dp"]),
         lambda model: (fully_shard(model[1], mesh=mesh["dp"]), model)[1],
@@ -167,12 +169,6 @@ def by_hand(rank: int, world: int) -> list[str]:
         slapo.build(sch)
         with pytest.raises(slapo.SlapoError) as caught:
             wrap(model)(torch.ones(2, 3))
-        told.append(str(caught.value))
-    return told
-
-
-def test_fsdp_by_hand_would_lose_the_sums() -> None:
-    for told in run_distributed(by_hand, 4):
-        for text in told:
-            assert "LayerNorm's 'weight', annotated as partial_grad, would not be summed" in text
-            assert "data_parallel='fsdp'" in text
+        text = str(caught.value)
+        assert "LayerNorm's 'weight', annotated as partial_grad, would not be summed" in text
+        assert "data_parallel='fsdp'" in text

@@ -19,54 +19,35 @@ from tests.runtimes.alone import Alone, compare
 from tests.runtimes.cuda_standin import cuda_on_cpu
 from tests.runtimes.layouts import sgd
 from tests.runtimes.megatron_cases import adam, megatron_adam
+from tests.sharding.families import SHARED, Steps, tokens
 from tests.sharding.parallel_models import HIDDEN, GroupedHeads, grouped_heads
 
 X = torch.randn(3, 7, HIDDEN)
+LLAMA = "llama, 8 heads"
 
 
-def llama(kind: str = "llama") -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
+def model_of(family: str) -> nn.Module:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 40}
-    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2}
-    if kind == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(head_dim=4, use_cache=False, **sizes))
-    return LlamaForCausalLM(LlamaConfig(attention_bias=True, use_cache=False, **sizes))
+    return SHARED[family].build(dropout=0.0)
 
 
-def split(sch: slapo.Schedule) -> None:
-    for layer in sch.select("model.layers.*"):
-        attention = layer["self_attn"]
-        for name in "qkv":
-            node = attention[f"{name}_proj"]
-            for leaf, _ in list(node.mod.named_parameters()):
-                node.shard(leaf, 0, parts=None if name == "q" else 2)
-        for norm in ("q_norm", "k_norm"):
-            if norm in attention:
-                attention[norm].annotate("weight", "partial_grad", True)
-        attention["o_proj"].shard("weight", 1).sync("fwd_post", "all_reduce")
-        attention.sync("bwd_post", "all_reduce")
-        own = max(1, 2 // sch.world_size)
-        attention.set("num_key_value_groups", 8 // sch.world_size // own)
-
-
-def tokens() -> dict[str, Tensor]:
-    ids = torch.randint(0, 96, (4, 7), generator=torch.Generator().manual_seed(1))
+def inputs() -> dict[str, Tensor]:
+    ids = tokens(4, 7)
     return {"input_ids": ids, "labels": ids}
 
 
-def trained(rank: int, world_size: int, kind: str) -> list[tuple[float, float]]:
+def trained(rank: int, world_size: int, family: str) -> list[tuple[float, float]]:
     """Losses and norms of some steps, ours and those of one process."""
-    model, whole = llama(kind), llama(kind)
+    slapo.set_random_seed(3, tp_rank=rank)  # attention draws from a state of its own
+    model, whole = model_of(family), model_of(family)
     sch = slapo.create_schedule(model)
-    with slapo.Verify(sch, tokens()):
-        split(sch)
+    with slapo.Verify(sch, inputs()):
+        Steps(SHARED[family]).apply(sch)
     built, _ = slapo.build(sch)
     found = []
     steps = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (built, whole)]
     for _ in range(3):
-        losses = [each(**tokens()).loss for each in (built, whole)]
+        losses = [each(**inputs()).loss for each in (built, whole)]
         for loss in losses:
             loss.backward()
         norms = [
@@ -81,9 +62,9 @@ def trained(rank: int, world_size: int, kind: str) -> list[tuple[float, float]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_training(kind: str) -> None:
-    for found in run_distributed(trained, 4, kind):
+@pytest.mark.parametrize("family", [LLAMA, "qwen3, 8 heads"])
+def test_training(family: str) -> None:
+    for found in run_distributed(trained, 4, family):
         for mine, theirs in found:
             assert mine == pytest.approx(theirs, rel=1e-4)
 
@@ -98,8 +79,9 @@ def by_engine(
 
 def _apart(target: str, replicas: int, options: dict[str, Any]) -> dict[str, float]:
     mesh = slapo.init_mesh(dp=replicas, tp=8 // replicas, device="cpu")
-    sch = slapo.create_schedule(llama(), group=mesh["tp"])
-    split(sch)
+    slapo.set_random_seed(3, mesh=mesh)
+    sch = slapo.create_schedule(model_of(LLAMA), group=mesh["tp"])
+    Steps(SHARED[LLAMA]).apply(sch)
     distributed = "distributed_optimizer" in options  # which is of Megatron-Core's own Adam
     options = {
         "optimizer": megatron_adam() if distributed else sgd,
@@ -107,8 +89,8 @@ def _apart(target: str, replicas: int, options: dict[str, Any]) -> dict[str, flo
         **options,
     }
     engine, _ = slapo.build(sch, target=target, mesh=mesh, loss_fn=loss_of, **options)
-    ids = tokens()["input_ids"]
-    alone = Alone(llama(), loss_of, adam if distributed else sgd, clip=0.1)
+    ids = tokens(4, 7)
+    alone = Alone(model_of(LLAMA), loss_of, adam if distributed else sgd, clip=0.1)
     return compare(engine, alone, [((ids,), ids)] * 3)
 
 

@@ -6,19 +6,33 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import slapo
+from slapo.agreement import gathered
 from slapo.sharding import sync_ops
 from slapo.sharding.state import sharding_of, shards_of
 from tests.check.verdicts import fake_world
-from tests.distributed import run_distributed
+from tests.distributed import Job
 
 pytestmark = pytest.mark.distributed
+
+on_two_ranks, on_four_ranks = Job(2), Job(4)
+
+
+@pytest.mark.parametrize("job", [on_two_ranks, on_four_ranks], ids=["two ranks", "four ranks"])
+def test_all_cases(job: Job) -> None:
+    pytest.importorskip("transformers")
+    job.run()
 
 
 class Model(nn.Module):
@@ -56,7 +70,7 @@ IDS = torch.arange(8).view(2, 4)
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     model.zero_grad()
     # Each rank has another part of the norm's gradient.
-    scale = 1.0 + torch.distributed.get_rank()
+    scale = 1.0 + dist.get_rank()
     (model(IDS) * torch.arange(4.0) * scale).sum().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -68,7 +82,8 @@ def marks(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def travel(rank: int, world: int) -> dict[str, list[bool]]:
+@on_two_ranks
+def copies_pickles_and_assigned_values_keep_it(rank: int, world: int) -> None:
     model, _ = scheduled()
     wanted, expected = gradients(model), marks(model)
     assert expected["up.weight"] == ((8, 4), None)
@@ -89,16 +104,13 @@ def travel(rank: int, world: int) -> dict[str, list[bool]]:
         "assign": assigned,
         "twice": copy.deepcopy(pickle.loads(pickle.dumps(copy.deepcopy(model)))),
     }
-    found = {}
     for name, other in ways.items():
         got = gradients(other)
-        found[name] = [
-            marks(other) == expected,
-            all(torch.equal(got[n], grad) for n, grad in wanted.items()),
-            type(other.down) is type(model.down),
-            isinstance(other.down, nn.Linear),
-            dict(shards_of(other.up)) == dict(shards_of(model.up)),
-        ]
+        assert marks(other) == expected, name
+        assert all(torch.equal(got[n], grad) for n, grad in wanted.items()), name
+        assert type(other.down) is type(model.down), name
+        assert isinstance(other.down, nn.Linear), name
+        assert dict(shards_of(other.up)) == dict(shards_of(model.up)), name
     # A copy is a copy: what is done to it is not done to the original.
     ways["deepcopy"].load_state_dict(model.state_dict())
     state = sharding_of(ways["deepcopy"].up)
@@ -106,17 +118,12 @@ def travel(rank: int, world: int) -> dict[str, list[bool]]:
     state.specs.clear()
     assert shards_of(model.up)
     bias = gradients(thawed)["norm.bias"]
-    found["thawed"] = [bool((bias == 3 * 2 * 4 * torch.arange(4.0)).all())]
-    return found
+    assert torch.equal(bias, 3 * 2 * 4 * torch.arange(4.0))
 
 
-def test_copies_pickles_and_assigned_values_keep_it() -> None:
-    for found in run_distributed(travel, 2):
-        for name, right in found.items():
-            assert all(right), (name, right)
-
-
-def same_parameters(rank: int, world: int) -> dict[str, Any]:
+@on_two_ranks
+def parameters_stay_the_objects_that_they_are(rank: int, world: int) -> None:
+    """An optimizer that was made before trains them, and hooks of the user's run."""
     torch.manual_seed(0)
     reference = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
     model = copy.deepcopy(reference)
@@ -137,19 +144,9 @@ def same_parameters(rank: int, world: int) -> dict[str, Any]:
             loss.backward()
             optimizer.step()
         losses.append(loss.item())
-    return {
-        "same": all(a is b for a, b in zip(before, model.parameters(), strict=True)),
-        "apart": abs(losses[0] - losses[1]),
-        "hook": seen,
-    }
-
-
-def test_parameters_stay_the_objects_that_they_are() -> None:
-    """An optimizer that was made before trains them, and hooks of the user's run."""
-    for found in run_distributed(same_parameters, 2):
-        assert found["same"]
-        assert found["apart"] < 1e-6
-        assert found["hook"] == [torch.Size([4, 4])] * 3
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    assert abs(losses[0] - losses[1]) < 1e-6
+    assert seen == [torch.Size([4, 4])] * 3
 
 
 def told(act: Callable[[], Any]) -> str:
@@ -174,50 +171,42 @@ class TwoInputs(nn.Module):
         return out if scale is None else out * scale
 
 
-def sum_gradients(rank: int, world: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def leaves(count: int) -> list[Tensor]:
+    return [torch.ones(2, requires_grad=True) for _ in range(count)]
 
-    def leaves(count: int) -> list[Tensor]:
-        return [torch.ones(2, requires_grad=True) for _ in range(count)]
 
-    for name, arguments in {"all": {}, "named": {"argument": "y"}}.items():
+@on_two_ranks
+def gradients_of_all_inputs_are_summed(rank: int, world: int) -> None:
+    def summed_of(*args: Tensor, names: str = "", **kwargs: Any) -> list[float]:
+        """Gradients of the tensors that the call of a new model was made of."""
         model = TwoInputs()
-        slapo.create_schedule(model).sync("bwd_post", "all_reduce", **arguments)
+        slapo.create_schedule(model).sync("bwd_post", "all_reduce", argument=names or None)
+        model(*args, **kwargs).sum().backward()
+        pair = kwargs.get("pair", ())
+        return [float(t.grad[0]) for t in (*args, *(kwargs[n] for n in "xy" if n in kwargs), *pair)]
+
+    for names, x_grad, of_pair in (("", 2.0, 2.0), ("y", 1.0, 1.0)):
         x, y, first, second = leaves(4)
-        model(y=y, x=x, pair=(first, second), scale=torch.ones(2)).sum().backward()
-        found[name] = [float(t.grad[0]) for t in (x, y, first, second)]
-        x, y = leaves(2)
-        model(x, y).sum().backward()
-        found[f"{name}, by place"] = [float(t.grad[0]) for t in (x, y)]
-    model = TwoInputs()
-    slapo.create_schedule(model).sync("bwd_post", "all_reduce")
+        found = summed_of(names=names, y=y, x=x, pair=(first, second), scale=torch.ones(2))
+        assert found == [x_grad, 4.0, of_pair, of_pair]
+        assert summed_of(*leaves(2), names=names) == [x_grad, 4.0]
     (x,) = leaves(1)
-    model(x, x).sum().backward()
-    found["one twice"] = float(x.grad[0])
-    return found
+    assert summed_of(x, x)[0] == 6.0  # one tensor twice
 
 
-def test_gradients_of_all_inputs_are_summed() -> None:
-    for found in run_distributed(sum_gradients, 2):
-        assert found["all"] == [2.0, 4.0, 2.0, 2.0]
-        assert found["all, by place"] == [2.0, 4.0]
-        assert found["named"] == [1.0, 4.0, 1.0, 1.0]
-        assert found["named, by place"] == [1.0, 4.0]
-        assert found["one twice"] == 6.0
-
-
-def change_in_place(rank: int, world: int) -> float:
-    """The module behind a sum of gradients may change its input in place."""
+@on_two_ranks
+def a_module_behind_a_sum_of_gradients_may_change_its_input(rank: int, world: int) -> None:
     model = nn.Sequential(nn.ReLU(inplace=True))
     slapo.create_schedule(model)["0"].sync("bwd_post", "all_reduce")
-    x = torch.ones(2, requires_grad=True)
+    (x,) = leaves(1)
     model(x * 2).sum().backward()
     with torch.no_grad():
         model(x * 2)
-    return float(x.grad[0])
+    assert float(x.grad[0]) == 4.0
 
 
-def look_up(rank: int, world: int) -> list[str]:
+@on_two_ranks
+def tokens_of_a_vocabulary_that_is_spread(rank: int, world: int) -> None:
     def table(before: bool, after: bool) -> Any:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(8, 4))
@@ -235,23 +224,14 @@ def look_up(rank: int, world: int) -> list[str]:
         slapo.build(sch)
         return model, wanted
 
-    def lookups() -> bool:
-        model, wanted = table(False, True)
-        return torch.equal(model(torch.tensor([0, 7])), wanted)
-
-    return [
-        told(lookups),
-        told(lambda: table(True, False)),
-        *(told(lambda t=t: table(False, False)[0](torch.tensor([t]))) for t in (8, -1)),
-    ]
-
-
-def test_tokens_of_a_vocabulary_that_is_spread() -> None:
-    for right, hook, high, low in run_distributed(look_up, 2):
-        assert right == "True"
-        assert "the pre-forward hook 'log' runs before the table, and may or may not turn" in hook
-        assert high.startswith("IndexError")
-        assert low.startswith("IndexError")
+    model, wanted = table(False, True)
+    assert torch.equal(model(torch.tensor([0, 7])), wanted)
+    text = "the pre-forward hook 'log' runs before the table, and may or may not turn"
+    assert text in told(lambda: table(True, False))
+    model, _ = table(False, False)
+    for token in (8, -1):
+        with pytest.raises(IndexError):
+            model(torch.tensor([token]))
 
 
 def column(sch: slapo.Schedule, blocks: int = 1) -> slapo.Schedule:
@@ -289,24 +269,20 @@ MISTAKES: list[tuple[Callable[[], nn.Module], Callable[[slapo.Schedule], Any], s
 ]
 
 
-def mistakes(rank: int, world: int) -> list[str]:
+@on_two_ranks
+def schedules_that_would_compute_something_else(rank: int, world: int) -> None:
     def build(make: Callable[[], nn.Module], act: Callable[[slapo.Schedule], Any]) -> None:
         sch = slapo.create_schedule(nn.Sequential(make()))
         act(sch["0"])
         slapo.build(sch)
 
-    return [told(lambda make=make, act=act: build(make, act)) for make, act, _ in MISTAKES]
+    for make, act, message in MISTAKES:
+        text = told(lambda make=make, act=act: build(make, act))
+        assert message in text if message else text == "None", text
 
 
-def test_schedules_that_would_compute_something_else() -> None:
-    for found in run_distributed(mistakes, 2):
-        for (_, _, message), text in zip(MISTAKES, found, strict=True):
-            assert message in text if message else text == "None", text
-
-
-def out_of_objects(rank: int, world: int) -> list[str]:
-    from dataclasses import dataclass
-
+@on_two_ranks
+def a_sync_maps_the_first_tensor_of_an_output_object(rank: int, world: int) -> None:
     from transformers.utils import ModelOutput
 
     @dataclass
@@ -327,7 +303,6 @@ def out_of_objects(rank: int, world: int) -> list[str]:
         "dict": lambda x: {"n": 3, "x": x},
         "tuple": lambda x: (x, x),
     }
-    texts = []
     for kind in kinds.values():
         torch.manual_seed(0)
         model = Gives(kind)
@@ -339,25 +314,20 @@ def out_of_objects(rank: int, world: int) -> list[str]:
         assert type(got) is type(wanted)
         first = next(v for v in _values(got) if isinstance(v, Tensor))
         expected = next(v for v in _values(wanted) if isinstance(v, Tensor))
-        texts.append(str(torch.allclose(first, expected, atol=1e-6)))
-    return texts
+        torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)
 
 
 def _values(output: Any) -> Any:
     return list(output.values()) if hasattr(output, "values") else list(output)
 
 
-def test_a_sync_maps_the_first_tensor_of_an_output_object() -> None:
-    pytest.importorskip("transformers")
-    assert run_distributed(out_of_objects, 2) == [["True"] * 3] * 2
-
-
 # --- loops and wrappers of the user's own ----------------------------------------------------
-def clip(rank: int, world: int) -> dict[str, float]:
+@on_two_ranks
+def the_norm_of_the_whole_model_is_clipped(rank: int, world: int) -> None:
     torch.manual_seed(0)
     reference = Model()
     model, _ = scheduled()
-    slapo.build(slapo.create_schedule(reference, group=torch.distributed.new_subgroups(1)[0]))
+    slapo.build(slapo.create_schedule(reference, group=dist.new_subgroups(1)[0]))
     norms = []
     for each, function in (
         (reference, nn.utils.clip_grad_norm_),
@@ -367,42 +337,28 @@ def clip(rank: int, world: int) -> dict[str, float]:
         if each is model:  # what this tag is for is tested above
             model.norm.weight.grad /= world
         norms.append(float(function(each.parameters(), 0.5)))
+    assert abs(norms[0] / norms[1] - 1) < 1e-6
     up = reference.up.weight.grad.chunk(world)[rank]
-    assert up is not None
-    return {
-        "norms": abs(norms[0] / norms[1] - 1),
-        "slice": float((model.up.weight.grad - up).abs().max()),
-        "whole": float((model.down.bias.grad - reference.down.bias.grad).abs().max()),
-    }
+    exact = {"rtol": 0.0, "atol": 1e-6}
+    torch.testing.assert_close(model.up.weight.grad, up, **exact)
+    torch.testing.assert_close(model.down.bias.grad, reference.down.bias.grad, **exact)
 
 
-def test_the_norm_of_the_whole_model_is_clipped() -> None:
-    for found in run_distributed(clip, 2):
-        assert max(found.values()) < 1e-6, found
-
-
-def clip_as_torch_does(rank: int, world: int) -> tuple[str, bool]:
+@on_two_ranks
+def torch_does_not_clip_by_the_norm_of_slices(rank: int, world: int) -> None:
     model, _ = scheduled()
     model(IDS).square().sum().backward()
     before = [p.grad.clone() for p in model.parameters()]
     text = told(lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5))
     nn.utils.clip_grad_norm_(Model().parameters(), 0.5)  # of a model that is whole
     nn.utils.clip_grad_norm_(model.norm.weight, 1e9)
-    same = all(map(torch.equal, before, (p.grad for p in model.parameters())))
-    return text, same
+    assert all(map(torch.equal, before, (p.grad for p in model.parameters())))
+    assert "the norm of this rank's slices, such as (" in text
+    assert "call slapo.clip_grad_norm_(model, max_norm)" in text
 
 
-def test_torch_does_not_clip_by_the_norm_of_slices() -> None:
-    for text, unchanged in run_distributed(clip_as_torch_does, 2):
-        assert "the norm of this rank's slices, such as (" in text
-        assert "call slapo.clip_grad_norm_(model, max_norm)" in text
-        assert unchanged
-
-
-def clip_under_fsdp(rank: int, world: int) -> tuple[float, float, str]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-
+@on_four_ranks
+def the_norm_is_that_of_the_model_under_fsdp(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     models = []
     for _ in range(2):
@@ -413,27 +369,20 @@ def clip_under_fsdp(rank: int, world: int) -> tuple[float, float, str]:
         models.append(slapo.build(sch)[0])
     torch.manual_seed(0)
     reference = Model()
-    reference(IDS).square().sum().backward()
+    (reference(IDS) * torch.arange(4.0)).square().sum().backward()
     fully_shard(models[0], mesh=mesh["dp"])
-    models[0](IDS).square().sum().backward()
+    (models[0](IDS) * torch.arange(4.0)).square().sum().backward()
     norm = slapo.clip_grad_norm_(models[0], 0.5)
     wanted = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+    assert abs(float(norm / wanted) - 1) < 1e-6
     up = models[0].up.weight.grad.full_tensor()
-    error = (up - reference.up.weight.grad.chunk(2)[mesh.get_local_rank("tp")]).abs().max()
+    part = reference.up.weight.grad.chunk(2)[mesh.get_local_rank("tp")]
+    torch.testing.assert_close(up, part, rtol=0.0, atol=1e-6)
     flat = FullyShardedDataParallel(
         models[1], process_group=mesh.get_group("dp"), device_id=torch.device("cpu")
     )
-    return (
-        abs(float(norm / wanted) - 1),
-        float(error),
-        told(lambda: slapo.clip_grad_norm_(flat, 0.5)),
-    )
-
-
-def test_the_norm_is_that_of_the_model_under_fsdp() -> None:
-    for norm, error, flat in run_distributed(clip_under_fsdp, 4):
-        assert max(norm, error) < 1e-6
-        assert "FullyShardedDataParallel mixes sharded and replicated" in flat
+    text = told(lambda: slapo.clip_grad_norm_(flat, 0.5))
+    assert "FullyShardedDataParallel mixes sharded and replicated" in text
 
 
 def test_a_limit_that_is_none() -> None:
@@ -445,10 +394,8 @@ def summed(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return sync_ops.reduce_forward_output(output, None)
 
 
-def wrap(rank: int, world: int, by_name: bool) -> dict[str, str]:
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
+@on_two_ranks.each((True,), (False,))
+def ddp_over_the_ranks_that_a_model_is_sharded_over(rank: int, world: int, by_name: bool) -> None:
     found = {}
     for name, groups in {"tp": (None, None), "dp": dist.new_subgroups(1)[:1] * 2}.items():
         torch.manual_seed(0)
@@ -462,22 +409,12 @@ def wrap(rank: int, world: int, by_name: bool) -> dict[str, str]:
             down.sync("fwd_post", summed)
         slapo.build(sch)
         found[name] = told(lambda model=model: DistributedDataParallel(model)(IDS).sum().backward())
-    return found
+    assert "DistributedDataParallel would treat the ranks [0, 1] as replicas, but" in found["tp"]
+    assert found["dp"] == "None"
 
 
-@pytest.mark.parametrize("by_name", [True, False])
-def test_ddp_over_the_ranks_that_a_model_is_sharded_over(by_name: bool) -> None:
-    for found in run_distributed(wrap, 2, by_name):
-        assert (
-            "DistributedDataParallel would treat the ranks [0, 1] as replicas, but" in found["tp"]
-        )
-        assert found["dp"] == "None"
-
-
-def shard_slices(rank: int, world: int) -> dict[str, str]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-
+@on_four_ranks
+def fsdp_over_the_ranks_that_a_model_is_sharded_over(rank: int, world: int) -> None:
     both = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
     found = {}
     for name, mesh in {"tp": init_device_mesh("cpu", (world,)), "dp": both["dp"]}.items():
@@ -501,18 +438,14 @@ def shard_slices(rank: int, world: int) -> dict[str, str]:
                 output.sum().backward()
 
             found[f"{name}{version}"] = told(step)
-    return found
+    tp = [0, 1] if rank < 2 else [2, 3]
+    for version in (1, 2):
+        assert f"FSDP would shard parameters over the ranks {tp}, over" in found[f"tp{version}"]
+        assert found[f"dp{version}"] == "None"
 
 
-def test_fsdp_over_the_ranks_that_a_model_is_sharded_over() -> None:
-    for rank, found in enumerate(run_distributed(shard_slices, 4)):
-        tp = [0, 1] if rank < 2 else [2, 3]
-        for version in (1, 2):
-            assert f"FSDP would shard parameters over the ranks {tp}, over" in found[f"tp{version}"]
-            assert found[f"dp{version}"] == "None"
-
-
-def an_output_from_before(rank: int, world: int) -> None:
+@on_two_ranks
+def an_output_from_before_may_be_kept(rank: int, world: int) -> None:
     torch.manual_seed(0)
     model = Model()
     whole = copy.deepcopy(model)
@@ -530,11 +463,8 @@ def an_output_from_before(rank: int, world: int) -> None:
     optimizer.step()
 
 
-def test_an_output_from_before_may_be_kept() -> None:
-    run_distributed(an_output_from_before, 2)
-
-
-def other_seeds(rank: int, world: int) -> tuple[str, float, str]:
+@on_two_ranks
+def ranks_that_hold_other_values_or_inputs(rank: int, world: int) -> None:
     def make(seed: int) -> slapo.Schedule:
         torch.manual_seed(seed)
         sch = slapo.create_schedule(Model())
@@ -542,24 +472,19 @@ def other_seeds(rank: int, world: int) -> tuple[str, float, str]:
         return sch
 
     refused = told(lambda: slapo.build(make(rank)) and None)
+    assert "has different values on tensor-parallel ranks that must agree" in refused
     model, _ = slapo.build(make(rank), sync_replicated=True)
+    sums = gathered(float(model.down.bias.detach().sum()), None)
+    assert sums[0] == sums[1]
     sch = slapo.create_schedule(nn.Linear(2, 2))
     verified = told(lambda: verify_other_sizes(sch, rank))
-    return refused, float(model.down.bias.detach().sum()), verified
+    assert "Verify: example_inputs differs between ranks" in verified
+    assert "pass inputs of the same shape" in verified
 
 
 def verify_other_sizes(sch: slapo.Schedule, rank: int) -> None:
     with slapo.Verify(sch, torch.ones(2 + rank, 2)):
         pass
-
-
-def test_ranks_that_hold_other_values_or_inputs() -> None:
-    found = run_distributed(other_seeds, 2)
-    for refused, total, verified in found:
-        assert "has different values on tensor-parallel ranks that must agree" in refused
-        assert total == found[0][1]
-        assert "Verify: example_inputs differs between ranks" in verified
-        assert "pass inputs of the same shape" in verified
 
 
 class Around(nn.Module):
@@ -570,34 +495,28 @@ class Around(nn.Module):
         self.inner = inner
 
 
-def save_and_resize(rank: int, world: int) -> list[tuple[str, str]]:
+@on_two_ranks
+def a_sharded_model_is_not_saved_or_resized_as_a_whole(rank: int, world: int) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
         n_layer=1, n_embd=8, n_head=2, vocab_size=16, bos_token_id=0, eos_token_id=0
     )
-    found = []
     for is_inner in (False, True):
         model = GPT2LMHeadModel(config)
         sch = slapo.create_schedule(Around(model) if is_inner else model)
         base = sch["inner"] if is_inner else sch
         base["transformer.h.0.mlp.c_fc"].shard("weight", 1).shard("bias", 0)
         said = told(lambda model=model: copy.deepcopy(model).save_pretrained("nowhere"))
+        assert "save_pretrained would write only this rank's slices" in said
         model.resize_token_embeddings(18)  # whose tables are whole
         base["transformer.wte"].shard("weight", 0)
-        found.append((said, told(lambda model=model: model.resize_token_embeddings(20))))
-    return found
+        said = told(lambda model=model: model.resize_token_embeddings(20))
+        assert "resize the model before slapo.create_schedule" in said
 
 
-def test_a_sharded_model_is_not_saved_or_resized_as_a_whole() -> None:
-    pytest.importorskip("transformers")
-    for found in run_distributed(save_and_resize, 2):
-        for saved, resized in found:
-            assert "save_pretrained would write only this rank's slices" in saved
-            assert "resize the model before slapo.create_schedule" in resized
-
-
-def other_modules(rank: int, world: int) -> dict[str, str]:
+@on_two_ranks
+def ranks_that_pass_other_modules_and_functions(rank: int, world: int) -> None:
     found = {}
     for name, new in {
         "configuration": nn.GELU(approximate="none" if rank == 0 else "tanh"),
@@ -610,52 +529,36 @@ def other_modules(rank: int, world: int) -> dict[str, str]:
         else:
             sch["0"].sync("fwd_post", (lambda *_: None) if rank else (lambda *_: _[2] * 2))
         found[name] = told(lambda sch=sch: slapo.build(sch) and None)
-    return found
-
-
-def test_ranks_that_pass_other_modules_and_functions() -> None:
-    for found in run_distributed(other_modules, 2):
-        assert found["same"] == "None"
-        for name in ("configuration", "function"):
-            assert "ranks applied different schedules: step 0 is" in found[name]
-            assert "with a different module or function of that name" in found[name]
+    assert found.pop("same") == "None"
+    for text in found.values():
+        assert "ranks applied different schedules: step 0 is" in text
+        assert "with a different module or function of that name" in text
 
 
 # --- scripts of the published library ------------------------------------------------------------
-def published_collectives(rank: int, world: int) -> list[bool]:
-    import slapo.sharding.sync_ops as ops
-
+@on_two_ranks
+def collectives_of_the_published_library(rank: int, world: int) -> None:
+    ops = sync_ops
     x = torch.arange(4.0).view(2, 2) + rank
-    return [
-        torch.equal(ops.all_gather_forward_output(x, 1, None)[:, :2], x - rank),
-        torch.equal(ops.reduce_forward_output(x, None), 2 * (x - rank) + 1),
-        torch.equal(ops.reduce_scatter_forward_output(x, 0, None), (2 * (x - rank) + 1)[[rank]]),
-        torch.equal(ops.scatter_forward_output(x, 1, None), x[:, [rank]]),
-        torch.equal(ops.reduce_backward_grad(x, None), x),
-        slapo.sharding.all_gather_forward_output is ops.all_gather_forward_output,
-    ]
+    total = 2 * (x - rank) + 1
+    assert torch.equal(ops.all_gather_forward_output(x, 1, None)[:, :2], x - rank)
+    assert torch.equal(ops.reduce_forward_output(x, None), total)
+    assert torch.equal(ops.reduce_scatter_forward_output(x, 0, None), total[[rank]])
+    assert torch.equal(ops.scatter_forward_output(x, 1, None), x[:, [rank]])
+    assert torch.equal(ops.reduce_backward_grad(x, None), x)
+    assert slapo.sharding.all_gather_forward_output is ops.all_gather_forward_output
 
 
-def made_by_build(rank: int, world: int) -> list[bool]:
-    """Marks of parameters that were on meta go with copies too."""
+@on_two_ranks
+def marks_of_parameters_that_were_on_meta_go_with_copies(rank: int, world: int) -> None:
     with slapo.init_empty_weights():
         model, sch = scheduled()
     slapo.build(sch)
     new = copy.deepcopy(model)
-    return [
-        marks(new) == marks(model),
-        marks(model)["up.weight"][0] == (8, 4),
-        not any(p.is_meta for p in new.parameters()),
-        sum(p.is_meta for s in [sharding_of(new.up)] if s for p in s._carriers.values()) == 0,
-    ]
-
-
-@pytest.mark.parametrize(
-    ("worker", "expected"),
-    [(change_in_place, 4.0), (published_collectives, [True] * 6), (made_by_build, [True] * 4)],
-)
-def test_each_of_two_ranks_finds(worker: Callable[[int, int], Any], expected: Any) -> None:
-    assert run_distributed(worker, 2) == [expected] * 2
+    assert marks(new) == marks(model)
+    assert marks(model)["up.weight"][0] == (8, 4)
+    assert not any(p.is_meta for p in new.parameters())
+    assert not any(p.is_meta for s in [sharding_of(new.up)] if s for p in s._carriers.values())
 
 
 def test_a_snapshot_leaves_the_hooks_of_parameters_as_they_are() -> None:
