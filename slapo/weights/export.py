@@ -71,7 +71,9 @@ def export(
     files = {ADAPTERS: list(disk)} if adapters else _shared_out(disk, max_shard_size)
     temporary = temporary_of(folder)
     on_first_rank = exchange.rank == 0
-    all_ranks_or_none(_WHAT, lambda: _start(folder, temporary, overwrite) if on_first_rank else None)
+    all_ranks_or_none(
+        _WHAT, lambda: _start(folder, temporary, overwrite) if on_first_rank else None
+    )
     world = dist.get_world_size() if has_peers() else 1
     owners = {name: number % world for number, name in enumerate(files)}
     mine = [name for name in files if owners[name] == exchange.rank]
