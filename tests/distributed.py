@@ -231,7 +231,7 @@ def run_script(
 
     The first rank that fails ends the others. Gives the status, and what all of them printed.
     """
-    port = _free_port()
+    port = free_port()
     workers: list[ForkServerProcess] = []
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="slapo-script-") as scratch:
@@ -310,11 +310,17 @@ def _be_script(
     os._exit(status)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        found: int = probe.getsockname()[1]
-        return found
+def free_port() -> int:
+    """A port for a store that starts later.
+
+    It lies below those that the system gives away, since another socket would get one of these
+    before the ranks have started.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def context() -> multiprocessing.context.ForkServerContext:

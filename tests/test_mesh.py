@@ -23,7 +23,7 @@ from slapo.mesh import (
     init_mesh,
     new_group,
 )
-from tests.distributed import run_distributed
+from tests.distributed import free_port, run_distributed
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -230,9 +230,4 @@ def from_environment(rank: int, world_size: int, port: int) -> Any:
 
 @pytest.mark.distributed
 def test_the_environment_of_a_launcher() -> None:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    assert run_distributed(from_environment, 2, port) == [(0, True), (1, True)]
+    assert run_distributed(from_environment, 2, free_port()) == [(0, True), (1, True)]

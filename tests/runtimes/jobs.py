@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.distributed import context
+from tests.distributed import context, free_port
 
 WORLD = 3
 
@@ -25,12 +24,6 @@ class Outcome:
     codes: list[int | None]
     texts: list[str]
     seconds: list[float]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def environment(rank: int, port: int, world: int = WORLD) -> dict[str, str]:
