@@ -24,8 +24,8 @@ import slapo
 from slapo.errors import SlapoError
 from slapo.framework_dialect.failures import naming_failures
 from slapo.mesh import init_mesh
-from tests.runtimes.contract import copied, data, is_unchanged, loss_fn, make
 from tests.distributed import free_port
+from tests.runtimes.contract import copied, data, is_unchanged, loss_fn, make
 from tests.runtimes.jobs import WORLD, Outcome, environment, run_job
 from tests.runtimes.ranks import on_ranks, on_ranks_by_rows, stand_in_for_cuda
 
