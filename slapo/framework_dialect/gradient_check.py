@@ -57,7 +57,7 @@ class GradientCheck:
         matrix = own.reshape(-1, own.shape[-1]) if own.dim() > 1 else own.reshape(1, -1)
         generator = torch.Generator().manual_seed(self._seeds[name])
         left, right = (
-            torch.randn(size, _PRODUCTS, generator=generator).to(own.device)
+            torch.randn(size, _PRODUCTS, generator=generator, dtype=own.dtype).to(own.device)
             for size in matrix.shape
         )
         products = (left * (matrix @ right)).sum(0)

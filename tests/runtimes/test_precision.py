@@ -58,6 +58,13 @@ def test_half_precision_with_copies_in_float32(
 
 
 @on_ranks(2)
+def test_scripts_may_compute_in_float64() -> None:
+    torch.set_default_dtype(torch.float64)  # until this process ends
+    found = compare(make("torch", (1, 1, 2)), alone(), data(4))
+    assert max(found["losses"], found["state"]) < 1e-12
+
+
+@on_ranks(2)
 def test_losses_in_half_precision_are_those_of_float32_but_rounded() -> None:
     engine, batches = make("torch", (2, 1, 1), dtype=torch.bfloat16), data()
     losses = [engine.train_batch(batches).item() for _ in range(3)]
