@@ -55,7 +55,10 @@ class Alone:
     ) -> None:
         self.model, self.loss_fn, self.parts = copy.deepcopy(model), loss_fn, parts
         self._masters = {
-            id(p): nn.Parameter(p.detach().float().clone(), p.requires_grad)
+            id(p): nn.Parameter(
+                p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True),
+                p.requires_grad,
+            )
             for p in self.model.parameters()
         }
         self.model.to(dtype)
