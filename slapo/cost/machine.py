@@ -143,9 +143,12 @@ class Machine:
         elif kernel.name in SLOW and self.slow:
             each = self.slow.get(kernel.name, self.slow.get("", 0.0))
             work = each * kernel.elements
-        traffic = kernel.moved / (self.bandwidth * self.reached_bandwidth)
-        busy = max(work, traffic)
+        busy = max(work, self.traffic(kernel.moved))
         return max(busy, self.overhead) if self.is_asynchronous else busy + self.overhead
+
+    def traffic(self, moved: float) -> float:
+        """Return the seconds that reading and writing so many bytes of memory takes."""
+        return moved / (self.bandwidth * self.reached_bandwidth)
 
     def _speed(self, kernel: Kernel) -> float:
         if kernel.name in self.speeds:

@@ -16,9 +16,9 @@ from slapo.cost.update import Update
 #: Fraction of the last backward that gradient reductions overlap with. A CPU overlaps nothing,
 #: since the cores that compute also copy and add.
 HIDDEN = 0.5
-#: Operators of DeepSpeed's ZeRO, counted on its engines: for each gradient that is ready, mostly
-#: views, and for each parameter of a rank's slice in the optimizer step, for the norm.
-ZERO_OPERATORS = 15, 2
+#: Operators of DeepSpeed's ZeRO, counted on its engines: for each gradient, mostly views, and for
+#: the norm of each parameter in a rank's slice.
+ZERO_OPERATORS, ZERO_NORM_OPERATORS = 15, 2
 #: Bytes per element of that slice that the step moves besides the optimizer: it computes the norm
 #: in float64, copies the gradients into one tensor, and the result into the model.
 ZERO_TRAFFIC = 36
@@ -168,17 +168,22 @@ def _stepped(parts: StageParts, layout: Layout) -> list[int]:
     return [sum(trained) // layout.dp] if layout.zero else trained
 
 
+def _is_zero(layout: Layout) -> bool:
+    """Return whether DeepSpeed shards anything; for Megatron `zero` is its own optimizer."""
+    return layout.target == "deepspeed" and layout.zero > 0
+
+
 def _zero(parts: StageParts, layout: Layout, machine: Machine) -> float:
     """Return the seconds that DeepSpeed's ZeRO adds to an optimizer step."""
-    if layout.target != "deepspeed" or not layout.zero:
+    if not _is_zero(layout):
         return 0.0
     trained = [held for held in parts.held.values() if held.is_trained]
     moved = ZERO_TRAFFIC * sum(held.elements for held in trained) / layout.dp
-    operators = ZERO_OPERATORS[1] * len(trained) / layout.dp
+    operators = ZERO_NORM_OPERATORS * len(trained) / layout.dp
     small = [held.size for held in trained if layout.zero == 3 and held.elements <= PERSISTENT]
     talk = [("all_reduce", SINGLE), *(("all_gather", size) for size in small)]
     return (
-        moved / (machine.bandwidth * machine.reached_bandwidth)
+        machine.traffic(moved)
         + operators * machine.overhead
         + sum(machine.collective(name, size, layout.dp, layout.tp) for name, size in talk)
     )
@@ -202,16 +207,18 @@ def _reduction(parts: StageParts, layout: Layout, machine: Machine, hidden: floa
 
     def seconds(name: str, size: float, copies: float) -> float:
         moved = units * machine.collective(name, size / units, layout.dp, layout.tp)
-        return moved + copies * 2 * size / (machine.bandwidth * machine.reached_bandwidth)
+        return moved + machine.traffic(copies * 2 * size)
 
     # Gradients are copied into and out of a flat buffer; DeepSpeed flattens its bucket again, and
     # copies a rank's slice of it once more.
     scatters = is_sharded or (layout.target == "megatron" and layout.zero)
-    is_zero = layout.target == "deepspeed" and layout.zero
-    copies = 2 + (layout.target == "deepspeed") + (2 / layout.dp if is_zero else 0)
+    copies = 3.0 if layout.target == "deepspeed" else 2.0
+    operators = 0
+    if _is_zero(layout):
+        copies += 2 / layout.dp
+        operators = ZERO_OPERATORS * len(trained)
     reduce = seconds("reduce_scatter" if scatters else "all_reduce", sums, copies)
-    if is_zero:
-        reduce += ZERO_OPERATORS[0] * len(trained) * machine.overhead
+    reduce += operators * machine.overhead
     gather = seconds("all_gather", size, 1)
     count = layout.micro_batches
     if layout.data_parallel == "fsdp":

@@ -87,7 +87,9 @@ def export(
             file.__exit__()
     all_ranks_or_none(
         _WHAT,
-        lambda: _finish(original, disk, files, temporary, folder) if on_first_rank else None,
+        lambda: (
+            _finish(original, disk, files, temporary, folder, overwrite) if on_first_rank else None
+        ),
     )
 
 
@@ -204,6 +206,7 @@ def _finish(
     files: Mapping[str, Sequence[str]],
     temporary: Path,
     folder: Path,
+    overwrite: bool,
 ) -> None:
     """Write configs and the index, then give the complete folder its name."""
     if ADAPTERS in files:
@@ -216,11 +219,11 @@ def _finish(
         where = {key: name for name, keys in files.items() for key in keys}
         text = json.dumps({"metadata": metadata, "weight_map": where}, indent=2, sort_keys=True)
         (temporary / INDEX).write_text(text + "\n")
-    if folder.is_dir() and any(folder.iterdir()):
+    if overwrite and folder.is_dir():
         _replace(temporary, folder, full=ADAPTERS not in files)
         return
     if folder.is_dir():
-        folder.rmdir()
+        folder.rmdir()  # raises if files came in the meantime
     os.rename(temporary, folder)
 
 

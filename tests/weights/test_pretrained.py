@@ -26,6 +26,7 @@ import slapo
 from benchmark import draft_cases
 from benchmark.report import RESULTS
 from slapo.op import FusedQKV
+from slapo.weights import export
 from slapo.weights.files import TensorFile
 from slapo.weights.folders import Folder
 from slapo.weights.pieces import index_of
@@ -654,6 +655,17 @@ def test_a_folder_is_overwritten_on_request(tmp_path: Path) -> None:
     # Neither the several files of the first call nor weights of another format are left.
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert files - {path.name for path in (tmp_path / "new").iterdir()} == {"tokenizer.json"}
+
+
+def test_files_that_come_in_the_meantime_are_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, _ = slapo.build(slapo.create_schedule(nn.Linear(2, 2)))
+    other = tmp_path / "model.safetensors"
+    monkeypatch.setattr(export, "_close", lambda opened, error: other.write_text("of another job"))
+    with pytest.raises(OSError, match="not empty"):
+        slapo.save_pretrained(built, tmp_path)
+    assert other.read_text() == "of another job"
 
 
 # --- on meta, and in the hands of others ---------------------------------------------------------

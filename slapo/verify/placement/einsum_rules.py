@@ -79,7 +79,7 @@ def _check_added(call: Call, result: Place) -> None:
         raise call.misfit("the bias that it adds and the product have different placements")
 
 
-#: The same for groups of rows, each with its own matrix, by the numbers of dimensions.
+#: Numbers of dimensions of both factors -> product of row groups, each with its own matrix.
 GROUPED = {
     (2, 3): "tk,ekn->tn",
     (2, 2): "kt,tn->ekn",

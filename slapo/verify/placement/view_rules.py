@@ -269,7 +269,7 @@ def pad(call: Call) -> list[Place]:
 @rule_for("index", "_unsafe_index", "index_select")
 def index(call: Call) -> list[Place]:
     """Replicated indices into any dimension but the sharded one."""
-    place, chosen = call.places[0], chosen_by(call)
+    place, chosen = call.places[0], _chosen(call)
     if not all(other.is_whole for other in call.places[1:]):
         # A replicated table with sharded indices: the result is sharded like the indices.
         if place.is_whole and len(call.places) == 2 and chosen[0] is not None:
@@ -283,7 +283,7 @@ def index(call: Call) -> list[Place]:
     return [place.along(dims.index(place.dim))]
 
 
-def chosen_by(call: OperationCall) -> Sequence[Tensor | None]:
+def _chosen(call: OperationCall) -> Sequence[Tensor | None]:
     """Indices by dimension."""
     if call.get("indices") is not None:
         return list(call.get("indices"))
@@ -294,7 +294,7 @@ def indexed(call: OperationCall) -> tuple[list[int], int]:
     """Indexed dimensions, and the number of dimensions that replace them."""
     at: list[int] = []
     dim = wide = 0
-    for index in chosen_by(call):
+    for index in _chosen(call):
         is_mask = index is not None and index.dtype is torch.bool
         several = index.ndim if index is not None and is_mask else 1
         if index is not None:
