@@ -81,7 +81,7 @@ class Selection(Generic[N]):
     @classmethod
     def matching(cls, root: N, pattern: str) -> Selection[N]:
         """Select the nodes below `root` that match `pattern`; ValueError if there is none."""
-        regex = _compile(pattern)
+        regex = compile_glob(pattern)
         matches = (node for path, node in root.named_schedules() if path and regex.fullmatch(path))
         # A module registered at several paths is one module: apply a primitive to it once.
         first: dict[int, N] = {}
@@ -151,7 +151,8 @@ class Selection(Generic[N]):
         return _broadcast(primitive, primitive.apply).__get__(self, Selection)
 
 
-def _compile(pattern: Any) -> re.Pattern[str]:
+@functools.cache
+def compile_glob(pattern: Any) -> re.Pattern[str]:
     """Compile a glob over dotted paths: ``*`` stays within a component, ``**`` spans several."""
     if not isinstance(pattern, str) or not pattern:
         raise ValueError(f"select: got {pattern!r}; pass a glob such as 'h.*.mlp'")

@@ -3,7 +3,7 @@
 from slapo.model_schedule.api import apply_schedule
 from slapo.model_schedule.drafts import Draft, draft
 from slapo.model_schedule.gpt2 import gen_embedding_hooks
-from slapo.model_schedule.recipe import Recipe, Region, Stack
+from slapo.model_schedule.recipe import Recipe, Stack
 from slapo.model_schedule.registry import (
     recipe_keys,
     recipe_of,
@@ -15,7 +15,6 @@ from slapo.model_schedule.registry import (
 __all__ = [
     "Draft",
     "Recipe",
-    "Region",
     "Stack",
     "apply_schedule",
     "draft",

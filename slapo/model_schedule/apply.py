@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +29,7 @@ from slapo.model_schedule.options import (
     dropouts,
     has_layers,
 )
-from slapo.model_schedule.recipe import Recipe, Stack
+from slapo.model_schedule.recipe import Recipe
 from slapo.model_schedule.splits import split
 from slapo.model_schedule.stage_cuts import chosen_cuts, cut, even_cuts, layer_costs
 from slapo.op.attention import check_available
@@ -80,7 +79,8 @@ class _RecipeRun:
         self.head = next((path for path in recipe.heads.split() if path in sch), "")
         self.parallel = sch.world_size > 1
         #: The recipe may be wrong for this model and must be proved.
-        self.is_doubtful = bool(recipe.splits) or is_foreign
+        self.is_doubtful = is_foreign or not recipe.proven
+        self.is_foreign = is_foreign
         self.spreads = options.sequence_parallel and self.parallel
         #: The vocabulary is sharded, and the logits stay sharded.
         self.splits_vocabulary = options.parallel_vocabulary and self.parallel
@@ -153,30 +153,22 @@ class _RecipeRun:
             self.sch.select(self.head).replace(loss_head)
 
     def split_layers(self) -> None:
-        """Shard the regions, and the tokens between them."""
-        if self.recipe.splits:
-            stacks = dict(zip(self.recipe.stacks, self.layers(), strict=True))
-            split(self.base, self.recipe.splits, stacks, self.spreads)
-            return
-        key_values = self.few_key_values()
+        """Shard the layers, and the tokens between them."""
         # Hooks around a stack cannot run when a stage ends inside it.
-        here = self.options.pipeline_cuts is not None
-        for stack, layers in zip(self.recipe.stacks, self.layers(), strict=True):
-            for layer in layers:
-                for region in stack.regions:
-                    verbs.split_region(layer, region, self.spreads, key_values, here)
-            if self.spreads:
-                verbs.spread_tokens(self.base, stack, layers, _is_of_a_region(stack))
-            if stack.reads and not here:
+        in_stages = self.options.pipeline_cuts is not None
+        stacks = list(zip(self.recipe.stacks, self.layers(), strict=True))
+        split(self.base, self.recipe, stacks, self.spreads, in_stages)
+        for stack in self.recipe.stacks:
+            if stack.reads and not in_stages:
                 path, _, name = stack.reads.partition(":")
                 self.base[path].sync("bwd_post", "all_reduce", argument=[name])
 
     def prove(self) -> None:
         """Prove a draft or a recipe of another family, which may be wrong for this model."""
         inputs = self.example_inputs()
-        what = "the draft of {}"
-        if not self.recipe.splits:
-            what = "the recipe of another family, given for {},"
+        what = (
+            "the recipe of another family, given for {}," if self.is_foreign else "the draft of {}"
+        )
         prove(self.sch, in_training(self.sch.mod, inputs), self.again, what)
 
     def again(self, sch: Schedule) -> None:
@@ -194,12 +186,6 @@ class _RecipeRun:
         )
         model: Any = sch.mod
         apply_recipe(sch, self.recipe, options, model.config.get_text_config(), self.prefix)
-
-    def few_key_values(self) -> int | None:
-        """Return the number of key/value heads if there are fewer than ranks, else None."""
-        name = self.recipe.key_value_heads
-        count = getattr(self.config, name, None) if name else None
-        return count if count and count < self.sch.world_size else None
 
     def split_vocabulary(self) -> None:
         """Shard embeddings by rows, and the head, which may be tied to them."""
@@ -261,11 +247,6 @@ def inputs_for(sch: Schedule, options: Options, config: Any) -> dict[str, Any]:
     length = sch.world_size * math.ceil(6 / sch.world_size)
     sizes: Any = {"batch": 2, "length": length, "decoder_length": length}
     return example_inputs(sch.mod, config=config, **sizes, device="cpu")
-
-
-def _is_of_a_region(stack: Stack) -> Callable[[Schedule, str], bool]:
-    known = {"", *(path for region in stack.regions for path in region.paths)}
-    return lambda layer, path: path in known
 
 
 def chosen(paths: list[str], ratio: float, method: str) -> list[str]:

@@ -49,7 +49,7 @@ def recipe_of_layers(model: nn.Module, base: str) -> Recipe:
             "recipes`, or register a table with register_recipe()"
         )
     return Recipe(
-        stacks=tuple(Stack(path, ()) for path in found),
+        stacks=tuple(Stack(path) for path in found),
         heads=_head(model),
         counts="",
     )

@@ -38,7 +38,7 @@ def recipe_of_derivation(derivation: Derivation, base: str) -> Recipe:
         )
     every = [f"{path}.".removeprefix(within)[:-1] for path, _ in model.named_modules()]
     stacks = tuple(
-        Stack(path, (), last=_last(derivation, within, path))
+        Stack(path, last=_last(derivation, within, path))
         for path in lists_of_layers(model.get_submodule(base))
     )
     refuses = {}

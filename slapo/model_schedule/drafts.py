@@ -393,7 +393,7 @@ def _program(drafted: Draft) -> str:
     lines = ["stacks=("]
     for stack in recipe.stacks:
         last = f', last="{stack.last}"' if stack.last else ""
-        lines.append(f'    Stack("{stack.layers}", (){last}),')
+        lines.append(f'    Stack("{stack.layers}"{last}),')
     lines += [
         "),",
         f'embeddings="{recipe.embeddings}",',

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from slapo.model_schedule.recipe import Recipe, Region, Stack
+from slapo.model_schedule.recipe import Recipe, Stack
 from slapo.model_schedule.registry import register_recipe
 from slapo.op.interface import GPTNeoAttention
 from slapo.schedule import Schedule
+
+#: The tables below are compared with the whole models by tests.
+_family = functools.partial(Recipe, proven=True)
 
 
 def _cross_attention(config: Any) -> dict[str, str]:
@@ -24,15 +27,15 @@ def _cross_attention(config: Any) -> dict[str, str]:
 @register_recipe("bert", "roberta")
 def bert(config: Any) -> Recipe:
     """BERT and RoBERTa: encoders with the same layers under different names."""
-    attention = Region(
-        "attention.self",
-        columns=" ".join(f"attention.self.{name}" for name in ("query", "key", "value")),
-        rows="attention.output.dense",
-        takes="hidden_states",
-    )
-    mlp = Region("intermediate", columns="intermediate.dense", rows="output.dense")
-    return Recipe(
-        stacks=(Stack("encoder.layer", (attention, mlp)),),
+    layer = {
+        "attention.self": "sum_grad(hidden_states)",
+        "attention.self.query attention.self.key attention.self.value": "columns",
+        "intermediate": "sum_grad",
+        "intermediate.dense": "columns",
+        "attention.output.dense output.dense": "rows",
+    }
+    return _family(
+        stacks=(Stack("encoder.layer", layer),),
         embeddings="embeddings.word_embeddings",
         heads="cls.predictions.decoder lm_head.decoder",
         refuses=_cross_attention(config),
@@ -43,17 +46,16 @@ def bert(config: Any) -> Recipe:
 @register_recipe("albert")
 def albert(config: Any) -> Recipe:
     """ALBERT: an encoder that runs the same layers repeatedly."""
-    # Attention adds the residual itself, so each projection is entered by itself.
-    projections = " ".join(f"attention.{name}" for name in ("query", "key", "value"))
-    regions = (
-        Region(projections, columns=projections, rows="attention.dense"),
-        Region("ffn", columns="ffn", rows="ffn_output"),
-    )
+    layer = {
+        # Attention adds the residual itself, so each projection is entered by itself.
+        "attention.query attention.key attention.value ffn": "sum_grad, columns",
+        "attention.dense ffn_output": "rows",
+    }
     groups = range(config.num_hidden_groups)
     again = "its layers run several times in one pass"
-    return Recipe(
+    return _family(
         stacks=tuple(
-            Stack(f"encoder.albert_layer_groups.{group}.albert_layers", regions) for group in groups
+            Stack(f"encoder.albert_layer_groups.{group}.albert_layers", layer) for group in groups
         ),
         embeddings="embeddings.word_embeddings",
         heads="predictions.decoder",
@@ -65,22 +67,21 @@ def albert(config: Any) -> Recipe:
     )
 
 
-_GPT_MLP = Region("mlp", columns="mlp.c_fc", rows="mlp.c_proj")
+_GPT_MLP = {"mlp": "sum_grad", "mlp.c_fc": "columns", "mlp.c_proj": "rows"}
 
 
 @register_recipe("gpt2")
 def gpt2(config: Any) -> Recipe:
     """GPT-2: query, key and value in one layer, and transposed weights."""
-    # Attention splits the packed output by an attribute of its own, split_size.
-    attention = Region(
-        "attn",
-        columns="attn.c_attn",
-        rows="attn.c_proj",
-        blocks=3,
-        counts="attn.num_heads attn.split_size",
-    )
-    return Recipe(
-        stacks=(Stack("h", (attention, _GPT_MLP), last="ln_f"),),
+    layer = {
+        # Attention splits the packed output by an attribute of its own, split_size.
+        "attn": "sum_grad, divide(num_heads, split_size)",
+        "attn.c_attn": "columns(3)",
+        "attn.c_proj": "rows",
+        **_GPT_MLP,
+    }
+    return _family(
+        stacks=(Stack("h", layer, last="ln_f"),),
         embeddings="wte",
         refuses=_cross_attention(config),
     )
@@ -89,19 +90,19 @@ def gpt2(config: Any) -> Recipe:
 @register_recipe("gpt_neo")
 def gpt_neo(config: Any) -> Recipe:
     """GPT-Neo: GPT-2 with separate projections, and local attention in every other layer."""
-    # Its attention ignores Transformers' attention table, so a module replaces it.
-    projections = " ".join(f"attn.attention.{name}_proj" for name in "qkv")
-    attention = Region(
-        "attn",
-        columns=projections,
-        rows="attn.attention.out_proj",
-        counts="attn.attention.num_heads",
-        forked="attn.attention.attn_dropout",
-    )
-    return Recipe(
-        stacks=(Stack("h", (attention, _GPT_MLP), last="ln_f"),),
+    layer = {
+        "attn": "sum_grad",
+        "attn.attention": "divide(num_heads)",
+        "attn.attention.q_proj attn.attention.k_proj attn.attention.v_proj": "columns",
+        "attn.attention.out_proj": "rows",
+        "attn.attention.attn_dropout": "fork_rng",
+        **_GPT_MLP,
+    }
+    return _family(
+        stacks=(Stack("h", layer, last="ln_f"),),
         embeddings="wte",
         counts="num_heads",
+        # Its attention ignores Transformers' attention table, so a module replaces it.
         attention=_use_own_attention,
         bias_gelu="mlp:c_fc",
     )
@@ -121,48 +122,50 @@ def own_attention(path: str, module: nn.Module, backend: str) -> GPTNeoAttention
 @register_recipe("opt")
 def opt(config: Any) -> Recipe:
     """OPT: a decoder that merges batch and token dimensions before its MLP."""
-    attention = Region(
-        "self_attn",
-        columns=" ".join(f"self_attn.{name}_proj" for name in "qkv"),
-        rows="self_attn.out_proj",
-        takes="hidden_states",
-        counts="self_attn.num_heads",
-    )
-    mlp = Region("fc1", columns="fc1", rows="fc2", axis=0)
+    layer = {
+        "self_attn": "sum_grad(hidden_states), divide(num_heads)",
+        "self_attn.q_proj self_attn.k_proj self_attn.v_proj": "columns",
+        "self_attn.out_proj": "rows",
+        "fc1": "sum_grad(axis=0), columns",
+        "fc2": "rows(axis=0)",
+    }
     norm = "decoder.final_layer_norm" if config.do_layer_norm_before else ""
-    return Recipe(
-        stacks=(Stack("decoder.layers", (attention, mlp), last=norm),),
-        embeddings="decoder.embed_tokens",
+    return _family(
+        stacks=(Stack("decoder.layers", layer, last=norm),), embeddings="decoder.embed_tokens"
     )
 
 
-_ATTENTION = Region(
-    "self_attn",
-    columns="self_attn.q_proj self_attn.k_proj self_attn.v_proj",
-    rows="self_attn.o_proj",
+_ATTENTION = {
     # Gemma 3 is given two rotary tables, and multimodal models additional tensors.
-    takes="hidden_states",
-    key_values="self_attn.k_proj self_attn.v_proj",
-    groups="self_attn.num_key_value_groups",
-)
+    "self_attn": "sum_grad(hidden_states), "
+    "regroup(num_key_value_groups, config.num_key_value_heads)",
+    "self_attn.q_proj": "columns",
+    "self_attn.k_proj self_attn.v_proj": "columns(parts=config.num_key_value_heads)",
+    "self_attn.o_proj": "rows",
+}
 #: Attention that norms queries and keys per head, with one weight for all heads.
-_ATTENTION_WITH_NORMS = replace(_ATTENTION, inside="self_attn.q_norm self_attn.k_norm")
-_GATED_MLP = Region("mlp", columns="mlp.gate_proj mlp.up_proj", rows="mlp.down_proj")
+_ATTENTION_WITH_NORMS = {**_ATTENTION, "self_attn.q_norm self_attn.k_norm": "partial(weight)"}
+_GATED_MLP = {
+    "mlp": "sum_grad",
+    "mlp.gate_proj mlp.up_proj": "columns",
+    "mlp.down_proj": "rows",
+}
+
+
+def _decoder(*tables: Mapping[str, str], within: str = "") -> Recipe:
+    """Return a recipe of layers with these tables, between an embedding and a norm."""
+    layer = {paths: words for table in tables for paths, words in table.items()}
+    return _family(
+        stacks=(Stack(f"{within}layers", layer, last=f"{within}norm"),),
+        embeddings=f"{within}embed_tokens",
+        key_value_heads="num_key_value_heads",
+    )
 
 
 @register_recipe("llama", "mistral", "qwen2")
 def llama(config: Any) -> Recipe:
     """Llama, and decoders of the same structure: Mistral, Qwen2."""
     return _decoder(_ATTENTION, _GATED_MLP)
-
-
-def _decoder(*regions: Region, within: str = "") -> Recipe:
-    """Return a recipe of layers with these regions, between an embedding and a norm."""
-    return Recipe(
-        stacks=(Stack(f"{within}layers", regions, last=f"{within}norm"),),
-        embeddings=f"{within}embed_tokens",
-        key_value_heads="num_key_value_heads",
-    )
 
 
 @register_recipe("qwen3")
@@ -188,30 +191,37 @@ def gemma3(config: Any) -> Recipe:
 def mixtral(config: Any) -> Recipe:
     """Mixtral: Llama's attention; every expert is sharded, and the router is replicated."""
     # Each expert is sharded, so that all ranks have the same work whatever the routing.
-    return _decoder(_ATTENTION, Region("mlp", experts="mlp.experts", whole="mlp.gate"))
+    experts = {"mlp": "gather, sum", "mlp.gate": "", "mlp.experts": "experts"}
+    return _decoder(_ATTENTION, experts)
 
 
 @register_recipe("t5")
 def t5(config: Any) -> Recipe:
     """T5: two stacks; every decoder layer reads the encoder's output by cross attention."""
-    # Attention is given a position bias; each rank has the bias of its own heads.
     wide = "wi_0 wi_1" if config.is_gated_act else "wi"
 
-    def attention(path: str) -> Region:
-        columns = " ".join(f"{path}.{name}" for name in "qkv")
-        counts = f"{path}.n_heads"
-        return Region(path, columns, rows=f"{path}.o", takes="hidden_states", counts=counts)
+    def attention(path: str, read: str = "") -> dict[str, str]:
+        return {
+            path: f"sum_grad(hidden_states{read}), divide(n_heads)",
+            f"{path}.q {path}.k {path}.v": "columns",
+            f"{path}.o": "rows",
+        }
 
-    def mlp(path: str) -> Region:
-        columns = " ".join(f"{path}.{name}" for name in wide.split())
-        return Region(path, columns, rows=f"{path}.wo", forked=f"{path}.dropout")
+    def mlp(path: str) -> dict[str, str]:
+        return {
+            path: "sum_grad",
+            " ".join(f"{path}.{name}" for name in wide.split()): "columns",
+            f"{path}.wo": "rows",
+            f"{path}.dropout": "fork_rng",
+        }
 
-    own = attention("layer.0.SelfAttention")
-    own = replace(own, by_head="layer.0.SelfAttention.relative_attention_bias")
-    cross = replace(attention("layer.1.EncDecAttention"), reads="key_value_states")
-    encoder = (own, mlp("layer.1.DenseReluDense"))
-    decoder = (own, cross, mlp("layer.2.DenseReluDense"))
-    return Recipe(
+    # Attention is given a position bias; each rank has the bias of its own heads.
+    bias = {"layer.0.SelfAttention.relative_attention_bias": "shard(weight, 1)"}
+    own = {**attention("layer.0.SelfAttention"), **bias}
+    cross = attention("layer.1.EncDecAttention", ", read=key_value_states")
+    encoder = {**own, **mlp("layer.1.DenseReluDense")}
+    decoder = {**own, **cross, **mlp("layer.2.DenseReluDense")}
+    return _family(
         stacks=(
             Stack("encoder.block", encoder, last="encoder.final_layer_norm"),
             Stack(
@@ -230,14 +240,13 @@ def t5(config: Any) -> Recipe:
 @register_recipe("vit")
 def vit(config: Any) -> Recipe:
     """ViT: an encoder of image patches."""
-    attention = Region(
-        "attention",
-        columns=" ".join(f"attention.{name}_proj" for name in "qkv"),
-        rows="attention.o_proj",
-    )
-    mlp = Region("mlp", columns="mlp.fc1", rows="mlp.fc2")
-    return Recipe(
-        stacks=(Stack("layers", (attention, mlp), last="layernorm"),),
+    layer = {
+        "attention mlp": "sum_grad",
+        "attention.q_proj attention.k_proj attention.v_proj mlp.fc1": "columns",
+        "attention.o_proj mlp.fc2": "rows",
+    }
+    return _family(
+        stacks=(Stack("layers", layer, last="layernorm"),),
         heads="",
         bias_gelu="mlp:fc1",
     )
@@ -247,10 +256,10 @@ def vit(config: Any) -> Recipe:
 def wideresnet(config: Any) -> Recipe:
     """Wide ResNet: bottleneck blocks, named as in torchvision."""
     # The wide convolution in the middle takes slices of the channels.
-    region = Region("conv1", columns="conv1 bn1", rows="conv2")
+    block = {"conv1": "sum_grad, columns", "bn1": "columns", "conv2": "rows"}
     no_tokens = "its activations are images, not tokens"
-    return Recipe(
-        stacks=tuple(Stack(f"layer{number}", (region,)) for number in range(1, 5)),
+    return _family(
+        stacks=tuple(Stack(f"layer{number}", block) for number in range(1, 5)),
         heads="",
         counts="",
         refuses={"sequence_parallel": no_tokens, "attn_op_name": "it has no attention"},

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import nn
 
-from slapo.history import contains
+from slapo.history import numberless
 from slapo.model_schedule.recipe import Recipe, Stack
-from slapo.model_schedule.tensor_parallel import tensor_by_head
+from slapo.model_schedule.splits import (
+    OF_ATTRIBUTES,
+    OF_ENTRIES,
+    OF_PARAMETERS,
+    Entry,
+    entries_of,
+    is_within,
+)
 from slapo.op.attention import known_backend
 from slapo.schedule import Schedule
 
@@ -112,8 +120,9 @@ def check(base: Schedule, recipe: Recipe, options: Options, config: Any) -> None
             "linear layer whose bias feeds a GELU; leave it out"
         )
     if base.world_size > 1:
-        _check_names(base, recipe, options, config)
-        _check_known(base, recipe)
+        entries = _check_names(base, recipe, options, config)
+        if recipe.proven:  # others are proved as a whole
+            _check_known(entries)
         _check_counts(config, recipe, base.world_size)
         if options.attn_op_name is None and recipe.attention is None:
             check_own_dropout(config, "attn_op_name=None keeps the model's own attention")
@@ -151,8 +160,8 @@ def has_layers(base: Schedule, stack: Stack) -> bool:
         return False
 
 
-def _check_names(base: Schedule, recipe: Recipe, options: Options, config: Any) -> None:
-    """Refuse a table if all paths of an entry are absent; some classes lack some of them."""
+def _check_names(base: Schedule, recipe: Recipe, options: Options, config: Any) -> list[Entry]:
+    """Return the entries of the table; refuse those that no module or attribute matches."""
     root = base.get_top_schedule()
     model: Any = root.mod
     wrong: dict[str, str] = {}
@@ -167,60 +176,47 @@ def _check_names(base: Schedule, recipe: Recipe, options: Options, config: Any) 
             n for n in recipe.counts.split() if _count(config, n, default=_ABSENT) is _ABSENT
         ]
         wrong |= {"counts": " ".join(lacking)} if lacking else {}
-    for stack in recipe.stacks:
-        layers = list(base.select(f"{stack.layers}.*"))
-        for region in stack.regions:
-            for name, said, is_there in _IN_LAYERS:
-                paths = getattr(region, name).split()
-                lacking = [path for path in paths if not any(is_there(la, path) for la in layers)]
-                wrong |= {said: " ".join(lacking)} if lacking else {}
+    entries, absent = entries_of(base, recipe.table)
+    if absent:
+        wrong["splits"] = " ".join(absent)
+    attributes = {
+        f"{numberless(entry.node.path)}.{name}"
+        for entry in entries
+        for word in entry.words
+        for name in (word.names if word.name == "divide" else word.names[:1])
+        if word.name in OF_ATTRIBUTES and not _has_attribute(entry.node.mod, name)
+    }
+    if attributes:
+        wrong["attributes"] = " ".join(sorted(attributes))
     if wrong:
         raise ValueError(
             f"the recipe names entries that {type(model).__name__} and its config lack: {wrong}; "
             "fix the table, or pass the key of the model's own family"
         )
+    return entries
 
 
-def _check_known(base: Schedule, recipe: Recipe) -> None:
+def _check_known(entries: list[Entry]) -> None:
     """Refuse parameters inside a sharded block that the recipe does not name."""
-    for stack in recipe.stacks:
-        for layer in base.select(f"{stack.layers}.*"):
-            unknown = _unknown_parameters(layer.mod, stack)
-            if unknown:
-                raise ValueError(
-                    f"{layer.path} ({type(layer.mod).__name__}) has the parameters {unknown} in "
-                    "a sharded block, but the recipe does not name them; pass the key of the "
-                    "model's own family or 'auto', or name them in the table: columns=, rows=, "
-                    "inside= (replicated, on shards) or by_head="
-                )
+    handled = {e.node.path for e in entries if not e.words or e.has(OF_PARAMETERS)}
+    for node in (entry.node for entry in entries if entry.has(OF_ENTRIES)):
+        names = [f"{node.path}.{name}" for name, _ in node.mod.named_parameters()]
+        unknown = [name for name in names if not is_within(name, handled)]
+        if unknown:
+            raise ValueError(
+                f"{node.path} ({type(node.mod).__name__}) has the parameters {unknown} in a "
+                "sharded block, but the recipe does not name them; pass the key of the model's own "
+                "family or 'auto', or name their modules in the table, without words where they "
+                "are replicated"
+            )
 
 
-def _unknown_parameters(layer: nn.Module, stack: Stack) -> list[str]:
-    blocks = [(region.enter.split(), region.paths) for region in stack.regions]
-    found = []
-    for name, _ in layer.named_parameters():
-        known = [paths for enter, paths in blocks if _lies_in(name, enter)]
-        if known and not any(_lies_in(name, paths) for paths in known):
-            found.append(name)
-    return found
-
-
-def _has_attribute(layer: Schedule, path: str) -> bool:
-    owner, _, attribute = path.rpartition(".")
-    return owner in layer and hasattr(layer[owner].mod, attribute)
-
-
-#: Field of a region, its name in errors, and a test whether a layer has it.
-_IN_LAYERS: tuple[tuple[str, str, Callable[[Schedule, str], bool]], ...] = (
-    ("forked", "forked", lambda layer, path: path in layer),
-    ("by_head", "by_head", lambda layer, path: tensor_by_head(layer, path) is not None),
-    ("counts", "counts of a region", _has_attribute),
-    ("groups", "groups of a region", _has_attribute),
-)
-
-
-def _lies_in(path: str, modules: Iterable[str]) -> bool:
-    return any(contains(module, path) for module in modules)
+def _has_attribute(module: nn.Module, path: str) -> bool:
+    try:
+        operator.attrgetter(path)(module)
+    except AttributeError:
+        return False
+    return True
 
 
 def _check_counts(config: Any, recipe: Recipe, ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""Data types of recipes: sharded regions of a layer, stacks of layers, a family."""
+"""Data types of recipes: stacks of layers, and a family."""
 
 from __future__ import annotations
 
@@ -13,76 +13,6 @@ TOKENS = 1
 
 
 @dataclass(frozen=True)
-class Region:
-    """A part of a layer between column layers and row layers.
-
-    Names are paths relative to the layer; blanks separate several of them.
-
-    Parameters
-    ----------
-    enter
-        Modules whose input is replicated. With sequence parallelism it is gathered there, else its
-        gradient is summed there. Usually one module around the column layers, unless a residual in
-        it takes that input too.
-    columns, rows
-        Layers sharded by output features, and layers sharded by input features, whose outputs are
-        summed.
-    takes
-        Names of the replicated inputs of `enter`, if it has others too.
-    reads
-        Names of inputs that are another stack's output: replicated, and never sharded by tokens.
-    blocks
-        Number of equal blocks side by side in each column layer's output, as packed query, key and
-        value.
-    counts
-        ``module.attribute``: head counts, which are divided by the number of ranks.
-    inside
-        Replicated modules that take a slice, such as per-head norms; their gradients are summed.
-    by_head
-        Embeddings with one column per head, and parameters whose last axis is heads.
-    forked
-        Modules whose dropout acts on a slice, unless a kernel has replaced them. Each rank draws
-        different random values.
-    axis
-        Axis of the tokens there: 0 if the layer has merged the batch and token dimensions.
-    key_values
-        Column layers of keys and values, which may have fewer heads than ranks.
-    groups
-        ``module.attribute``: number of query heads per key head.
-    experts
-        Module with the packed weights of all experts, called with states, indices and routing
-        weights. Every expert is sharded.
-    whole
-        Replicated modules of the region, such as a router.
-    """
-
-    enter: str
-    columns: str = ""
-    rows: str = ""
-    takes: str = ""
-    reads: str = ""
-    blocks: int = 1
-    counts: str = ""
-    inside: str = ""
-    by_head: str = ""
-    forked: str = ""
-    axis: int = TOKENS
-    key_values: str = ""
-    groups: str = ""
-    experts: str = ""
-    whole: str = ""
-
-    @property
-    def paths(self) -> frozenset[str]:
-        """Modules whose parameters the region handles."""
-        lists = (self.columns, self.rows, self.inside, self.by_head, self.experts, self.whole)
-        return frozenset(" ".join(lists).split())
-
-    def __str__(self) -> str:
-        return _text(self)
-
-
-@dataclass(frozen=True)
 class Stack:
     """A list of layers of one kind.
 
@@ -90,8 +20,8 @@ class Stack:
     ----------
     layers
         Path of the list, relative to the base model like the paths below.
-    regions
-        Regions of each layer.
+    splits
+        Entries of :attr:`Recipe.splits`, with paths relative to each layer.
     last
         Module that runs after the last layer on the same tokens, such as a norm.
     reads
@@ -102,14 +32,13 @@ class Stack:
     """
 
     layers: str
-    regions: tuple[Region, ...]
+    splits: Mapping[str, str] = field(default_factory=dict)
     last: str = ""
     reads: str = ""
     optional: bool = False
 
     def __str__(self) -> str:
-        head = _text(self, without=("regions",))
-        return "\n".join([head, *(f"  {region}" for region in self.regions)])
+        return "\n".join([_text(self, without=("splits",)), *_entries(self.splits)])
 
 
 @dataclass(frozen=True)
@@ -139,8 +68,12 @@ class Recipe:
     inputs
         ``inputs(config)``: returns example inputs for traces; token ids by default.
     splits
-        Instead of regions: path of modules -> words that shard and sum there, defined in
-        :mod:`slapo.model_schedule.splits`. :func:`slapo.draft` writes them.
+        Path of modules -> words that shard and sum there, defined in
+        :mod:`slapo.model_schedule.splits`. Blanks separate several paths, and ``*`` stands for any
+        one part of a path. Without words a module stays replicated.
+    proven
+        True for a table that is known to be right. Others are proved before each use, which needs
+        example inputs.
     """
 
     stacks: tuple[Stack, ...]
@@ -153,12 +86,26 @@ class Recipe:
     attention: Callable[[Schedule, str], None] | None = None
     inputs: Callable[[Any], dict[str, Any]] | None = None
     splits: Mapping[str, str] = field(default_factory=dict)
+    proven: bool = False
+
+    @property
+    def table(self) -> dict[str, str]:
+        """All entries of the recipe and its stacks, with paths relative to the base model."""
+        found = dict(self.splits)
+        for stack in self.stacks:
+            for names, words in stack.splits.items():
+                paths = " ".join(f"{stack.layers}.*.{name}" for name in names.split())
+                found[paths] = words
+        return found
 
     def __str__(self) -> str:
-        head = _text(self, without=("stacks", "refuses", "splits"))
+        head = _text(self, without=("stacks", "refuses", "splits", "proven"))
         refused = [f"refuses {name}: {why}" for name, why in self.refuses.items()]
-        splits = [f"  {path}: {said}" for path, said in self.splits.items()]
-        return "\n".join([head, *map(str, self.stacks), *splits, *refused])
+        return "\n".join([head, *map(str, self.stacks), *_entries(self.splits), *refused])
+
+
+def _entries(splits: Mapping[str, str]) -> list[str]:
+    return [f"  {paths}: {words or 'replicated'}" for paths, words in splits.items()]
 
 
 def _text(entry: Any, without: tuple[str, ...] = ()) -> str:

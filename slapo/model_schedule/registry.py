@@ -37,11 +37,11 @@ def register_recipe(*keys: str) -> Callable[[RecipeMaker], RecipeMaker]:
 
     Examples
     --------
-    >>> from slapo.model_schedule.recipe import Recipe, Region, Stack
+    >>> from slapo.model_schedule.recipe import Recipe, Stack
     >>> @register_recipe("my_family")
     ... def my_family(config):
-    ...     mlp = Region("mlp", columns="mlp.up", rows="mlp.down")
-    ...     return Recipe((Stack("blocks", (mlp,), last="norm"),), counts="")
+    ...     layer = {"mlp": "sum_grad", "mlp.up": "columns", "mlp.down": "rows"}
+    ...     return Recipe((Stack("blocks", layer, last="norm"),), counts="")
     >>> "my_family" in recipe_keys()
     True
     >>> unregister("my_family")

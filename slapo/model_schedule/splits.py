@@ -3,21 +3,32 @@
 ========================  =====================================================================
 ``columns``               Shard all tensors of a layer by output features. ``columns(3)``: three
                           equal blocks, as packed queries, keys and values; ``columns(a, b)``:
-                          blocks of these sizes.
+                          blocks of these sizes; ``columns(parts=n)``: n heads of keys or values,
+                          which several ranks hold if there are more ranks.
 ``rows``                  Shard the weight of a layer by input features, and sum its output.
 ``shard(name, axis)``     Shard one tensor; further arguments are blocks as for ``columns``.
+``experts``               Shard every expert of packed weights, and sum the gradients of states and
+                          routing weights.
 ``sum``                   Sum the output over the ranks.
 ``whole(axis)``           Gather the input along a sharded axis, and scatter the output there.
-``sum_grad(a, b)``        Sum the gradients of these arguments of the module.
+``gather``                With sharded tokens, gather those of the input, which every rank then uses
+                          in the same way, as routers do.
+``sum_grad(a, b)``        Sum the gradients of these arguments of the module; none stands for all.
+                          ``read=c``: the output of another stack, whose gradient is summed here
+                          only if a pipeline stage may end in between.
 ``sum_output_grad``       Sum the gradient of the output.
 ``partial(weight)``       Sum the gradient of a replicated parameter at each step.
 ``divide(num_heads)``     Divide attributes by the number of ranks; ``config.num_heads`` belongs to
                           the config, which is copied for the module.
-``fork_rng``              Draw different random values on each rank.
+``regroup(groups, n)``    Set the number of query heads for each of n heads of keys, if there are
+                          more ranks than these.
+``fork_rng``              Draw different random values on each rank, if dropout draws any.
 ========================  =====================================================================
 
 Block sizes are integers, or formulas of attributes such as ``num_heads*head_dim``. Each name is
-looked up from the layer outward; the nearest module with that attribute is used.
+looked up from the layer outward; the nearest module with that attribute is used. With sequence
+parallelism sums gather and scatter tokens, whose axis is ``sum_grad(axis=0)`` and ``rows(axis=0)``
+where the layer has merged them with the batch.
 """
 
 from __future__ import annotations
@@ -26,21 +37,27 @@ import ast
 import copy
 import inspect
 import operator
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from slapo.errors import with_nearest
 from slapo.history import contains
-from slapo.model_schedule.recipe import TOKENS, Stack
-from slapo.model_schedule.tensor_parallel import split_column, split_row, spread_tokens, sum_output
+from slapo.model_schedule.recipe import TOKENS, Recipe, Stack
+from slapo.model_schedule.tensor_parallel import (
+    split_column,
+    split_experts,
+    split_row,
+    spread_tokens,
+    sum_output,
+)
 from slapo.schedule import Schedule
+from slapo.selection import compile_glob
 from slapo.sharding.state import shards_of
 from slapo.wrapper import innermost
-
-#: A word and its arguments as expressions.
-Word = tuple[str, list[ast.expr]]
 
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -48,8 +65,43 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
 }
-_KNOWN = {"columns", "rows", "shard", "sum", "sum_grad", "sum_output_grad"}
-_KNOWN |= {"partial", "divide", "fork_rng", "whole"}
+_KNOWN = frozenset(
+    [
+        "columns",
+        "rows",
+        "shard",
+        "experts",
+        "sum",
+        "whole",
+        "gather",
+        "sum_grad",
+        "sum_output_grad",
+        "partial",
+        "divide",
+        "regroup",
+        "fork_rng",
+    ]
+)
+_KEYWORDS = {"columns": {"parts"}, "rows": {"axis"}, "sum_grad": {"axis", "read"}}
+#: Words that set attributes. They come last, as block sizes refer to those of the full model.
+OF_ATTRIBUTES = ("divide", "regroup")
+#: Words where replicated inputs enter a sharded block.
+OF_ENTRIES = ("sum_grad", "gather")
+#: Words for parameters of the module.
+OF_PARAMETERS = ("columns", "rows", "shard", "experts", "partial")
+
+
+class Word(NamedTuple):
+    """A word of a table, and its arguments as expressions."""
+
+    name: str
+    arguments: list[ast.expr]
+    keywords: dict[str, ast.expr]
+
+    @property
+    def names(self) -> list[str]:
+        """The arguments as text."""
+        return [ast.unparse(each) for each in self.arguments]
 
 
 def words_of(text: str) -> list[Word]:
@@ -57,7 +109,7 @@ def words_of(text: str) -> list[Word]:
 
     Examples
     --------
-    >>> [name for name, _ in words_of("columns(num_heads*head_dim, 8), sum")]
+    >>> [word.name for word in words_of("columns(num_heads*head_dim, 8), sum")]
     ['columns', 'sum']
     """
     try:
@@ -66,130 +118,188 @@ def words_of(text: str) -> list[Word]:
         raise ValueError(f"{text!r} is not a list of words: {error.msg}") from None
     words: list[Word] = []
     for each in found:
-        name = each.func if isinstance(each, ast.Call) else each
-        if not isinstance(name, ast.Name) or name.id not in _KNOWN:
-            known, word = sorted(_KNOWN), ast.unparse(name)
-            rest = f"{word!r} in {text!r} is not a word of a table; the words are {known}"
+        call = each if isinstance(each, ast.Call) else ast.Call(each, [], [])
+        word, keywords = ast.unparse(call.func), {k.arg or "**": k.value for k in call.keywords}
+        if word not in _KNOWN or keywords.keys() - _KEYWORDS.get(word, set()):
+            shown, known = ast.unparse(each), sorted(_KNOWN)
+            rest = f"{shown!r} in {text!r} is not a word of a table; the words are {known}"
             raise ValueError(with_nearest(word, known, rest))
-        words.append((name.id, each.args if isinstance(each, ast.Call) else []))
+        words.append(Word(word, call.args, keywords))
     return words
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A module of a table, and its words."""
+
+    node: Schedule
+    words: list[Word]
+
+    def has(self, names: Collection[str]) -> bool:
+        """Return whether one of these words is among its words."""
+        return any(word.name in names for word in self.words)
+
+
+def entries_of(base: Schedule, table: Mapping[str, str]) -> tuple[list[Entry], list[str]]:
+    """Return the entries of a table for a model, and the paths without a module.
+
+    Paths are relative to `base`; ``*`` stands for any one part of a path.
+    """
+    #: last part of a path -> whole paths with their words, as all layers repeat a few last parts
+    wanted: defaultdict[str, list[tuple[str, list[Word]]]] = defaultdict(list)
+    for paths, text in table.items():
+        for path in paths.split() or [""]:
+            last = path.rpartition(".")[2]
+            wanted["*" if "*" in last else last].append((path, words_of(text)))
+    found: list[Entry] = []
+    seen: set[tuple[str, int]] = set()  # a module registered at several paths is one module
+    for path, node in base.named_schedules():
+        for wish, words in (*wanted[path.rpartition(".")[2]], *wanted["*"]):
+            is_match = wish == path or (wish and path and compile_glob(wish).fullmatch(path))
+            if is_match and (wish, id(node.mod)) not in seen:
+                seen.add((wish, id(node.mod)))
+                found.append(Entry(node, words))
+    matched = {wish for wish, _ in seen}
+    return found, [path for each in wanted.values() for path, _ in each if path not in matched]
 
 
 def split(
     base: Schedule,
-    splits: Mapping[str, str],
-    stacks: Mapping[Stack, list[Schedule]],
+    recipe: Recipe,
+    stacks: list[tuple[Stack, list[Schedule]]],
     tokens: bool,
+    in_stages: bool,
 ) -> None:
-    """Shard and sync the modules that a table names.
+    """Shard and sync the modules that the table of a recipe names.
 
-    `splits` maps paths to words; ``*`` stands for any one part of a path. With `tokens`, tokens are
-    sharded too, between the modules of the table. Raises ValueError for an unknown path or word.
+    With `tokens`, tokens are sharded too, between these modules. With `in_stages`, a pipeline stage
+    may end between any two layers.
     """
-    found: list[tuple[Schedule, list[Word]]] = []
-    for path, text in splits.items():
-        found += [(node, words_of(text)) for node in (base.select(path) if path else [base])]
-    run = _Split(base, stacks, found if tokens else None)
+    found, _ = entries_of(base, recipe.table)
+    run = _Split(base, stacks, found, tokens, in_stages, trusts_entries=recipe.proven)
     for block in run.wholes:
         block.sync("fwd_pre", "all_gather", axis=TOKENS, tensor_parallel_output_grad=False)
-    # Block sizes refer to the full model, so attributes are divided last.
     for later in (False, True):
-        for node, words in found:
-            for name, arguments in words:
-                if (name == "divide") == later:
-                    run.apply(node, name, arguments)
+        for entry in found:
+            for word in entry.words:
+                if (word.name in OF_ATTRIBUTES) == later:
+                    run.apply(entry.node, word)
     if tokens:
         run.spread_tokens()
 
 
 class _Split:
-    """One application of a table; `found` are its words if tokens are sharded too."""
+    """One application of a table."""
 
     def __init__(
         self,
         base: Schedule,
-        stacks: Mapping[Stack, list[Schedule]],
-        found: list[tuple[Schedule, list[Word]]] | None,
+        stacks: list[tuple[Stack, list[Schedule]]],
+        found: list[Entry],
+        tokens: bool,
+        in_stages: bool,
+        trusts_entries: bool,
     ) -> None:
-        self.base, self.stacks = base, stacks
-        layers = [layer for each in stacks.values() for layer in each] if found else []
+        self.base, self.stacks, self.in_stages = base, stacks, in_stages
+        layers = [layer for _, each in stacks for layer in each] if tokens else []
         #: blocks of layers whose input has all tokens on every rank, and modules that gather them
         self.wholes = [
             child
-            for layer in layers
+            for layer in ([] if trusts_entries else layers)
             for child in layer.child.values()
-            if innermost(child.mod)._modules and found and _needs_wholes(child, found)
+            if innermost(child.mod)._modules and _needs_wholes(child, found)
         ]
         self.gathered = [block.path for block in self.wholes]
         self._layers, self._wholes = {layer.path for layer in layers}, {*self.gathered}
 
-    def _has_tokens(self, node: Schedule) -> bool:
-        """Return whether tokens are sharded around a module."""
-        return _is_within(node.path, self._layers) and not _is_within(node.path, self._wholes)
+    def _token_axis(self, node: Schedule, word: Word) -> int | None:
+        """Return the axis of the tokens if they are sharded around a module, else None."""
+        if not is_within(node.path, self._layers) or is_within(node.path, self._wholes):
+            return None
+        return int(ast.literal_eval(word.keywords["axis"])) if "axis" in word.keywords else TOKENS
 
-    def apply(self, node: Schedule, name: str, arguments: list[ast.expr]) -> None:
+    def apply(self, node: Schedule, word: Word) -> None:
         """Apply one word; sharded tokens are gathered before and scattered after it."""
-        names = [ast.unparse(each) for each in arguments]
-        has_tokens = self._has_tokens(node)
+        name, names = word.name, word.names
+        axis = self._token_axis(node, word)
         if name == "columns":
-            split_column(node, _blocks(node, arguments))
+            parts = word.keywords.get("parts")
+            count = None if parts is None else number_of(node, parts)
+            split_column(node, _blocks(node, word.arguments), count)
         elif name == "shard":
-            blocks = _blocks(node, arguments[2:])
-            node.shard(names[0], axis=ast.literal_eval(arguments[1]), blocks=blocks)
+            blocks = _blocks(node, word.arguments[2:])
+            node.shard(names[0], axis=ast.literal_eval(word.arguments[1]), blocks=blocks)
+        elif name == "experts":
+            split_experts(node)
         elif name in ("rows", "sum"):
             if name == "rows":
                 split_row(node)
-            sum_output(node, TOKENS if has_tokens else None)
+            sum_output(node, axis)
         elif name == "sum_grad":
-            takes = inspect.signature(node.mod.forward).parameters
-            if len(takes) == 1 and not set(names) <= takes.keys():
-                names = []  # a kernel has replaced the module, and its input has another name
-            if has_tokens:
-                node.sync("fwd_pre", "all_gather", axis=TOKENS, argument=names or None)
+            read = word.keywords.get("read") if self.in_stages else None
+            self._sum_gradients(node, names, [ast.unparse(read)] if read else [], axis)
+        elif name == "gather":
+            if axis is not None:
+                node.sync("fwd_pre", "all_gather", axis=axis, tensor_parallel_output_grad=False)
                 self.gathered.append(node.path)
-            else:
-                node.sync("bwd_post", "all_reduce", argument=names or None)
         elif name == "whole":
-            axis = ast.literal_eval(arguments[0])
+            axis = ast.literal_eval(word.arguments[0])
             node.sync("fwd_pre", "all_gather", axis=axis, tensor_parallel_output_grad=False)
             node.sync("fwd_post", "scatter", axis=axis)
         elif name == "sum_output_grad":
-            kind = "all_gather" if has_tokens else "all_reduce_grad"
-            node.sync("fwd_post", kind, **({"axis": TOKENS} if has_tokens else {}))
+            kind = "all_reduce_grad" if axis is None else "all_gather"
+            node.sync("fwd_post", kind, **({} if axis is None else {"axis": axis}))
         elif name == "partial":
             for parameter in names:
                 node.annotate(parameter, "partial_grad", True)
         elif name == "fork_rng":
-            node.fork_rng()
+            if getattr(node.mod, "p", None) != 0.0:  # else it needs no seed
+                node.fork_rng()
+        elif name == "regroup":
+            _regroup(node, names[0], number_of(node, word.arguments[1]))
         else:
             _divide(node, names)
 
+    def _sum_gradients(
+        self, node: Schedule, names: list[str], reads: list[str], axis: int | None
+    ) -> None:
+        """Sum the gradients of a module's inputs; `reads` never have sharded tokens."""
+        takes = inspect.signature(node.mod.forward).parameters
+        if len(takes) == 1 and not set(names) <= takes.keys():
+            names = []  # a kernel has replaced the module, and its input has another name
+        if axis is not None:
+            node.sync("fwd_pre", "all_gather", axis=axis, argument=names or None)
+            self.gathered.append(node.path)
+        if axis is None or reads:
+            summed = [*([] if axis is not None else names), *reads]
+            node.sync("bwd_post", "all_reduce", argument=summed or None)
+
     def spread_tokens(self) -> None:
-        """Shard tokens from the first layer to the last, as the regions of a recipe do."""
+        """Shard tokens from the first layer to the last."""
         for block in self.wholes:
             block.sync("fwd_post", "scatter", axis=TOKENS)
         gathered = set(self.gathered)
 
         def sees_all(layer: Schedule, name: str) -> bool:
             path = f"{layer.path}.{name}" if name else layer.path
-            if _is_within(path, gathered):
+            if is_within(path, gathered):
                 return True  # also parts of torch's layers, which are no nodes
             return bool(shards_of(innermost((layer[name] if name else layer).mod)))
 
-        for stack, layers in self.stacks.items():
+        for stack, layers in self.stacks:
             spread_tokens(self.base, stack, layers, sees_all)
 
 
-def _is_within(path: str, around: set[str]) -> bool:
+def is_within(path: str, around: set[str]) -> bool:
     """Return whether a module or an enclosing one is among the given ones."""
     parts = path.split(".")
     return any(".".join(parts[:count]) in around for count in range(1, len(parts) + 1))
 
 
-def _needs_wholes(block: Schedule, found: list[tuple[Schedule, list[Word]]]) -> bool:
+def _needs_wholes(block: Schedule, found: list[Entry]) -> bool:
     """Return whether a block takes tokens other than at its single entry, or stays replicated."""
-    inside = [(node.path, words) for node, words in found if contains(block.path, node.path)]
-    said = [(path, name, len(given)) for path, words in inside for name, given in words]
+    inside = [entry for entry in found if contains(block.path, entry.node.path)]
+    said = [(e.node.path, word.name, len(word.arguments)) for e in inside for word in e.words]
     entries = [each for each in said if each[1] in ("sum_grad", "sum_output_grad")]
     sums = {(path, name) for path, name, _ in said if name in ("rows", "sum")}
     if any(name == "sum" and path != block.path for path, name in sums):
@@ -215,6 +325,12 @@ def _divide(node: Schedule, names: list[str]) -> None:
         for name in of_config:
             setattr(config, name, getattr(config, name) // node.world_size)
         node.set("config", config)
+
+
+def _regroup(node: Schedule, name: str, heads: int) -> None:
+    """Set the query heads of this rank for its one head of keys, which other ranks hold too."""
+    if heads < node.world_size:
+        node.set(name, getattr(node.mod, name) * heads // node.world_size)
 
 
 def number_of(node: Schedule, formula: ast.expr) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from slapo.errors import SlapoError
-from slapo.model_schedule.recipe import TOKENS, Region, Stack
+from slapo.model_schedule.recipe import TOKENS, Stack
 from slapo.primitives.wrapping import base_of
 from slapo.random import TENSOR_PARALLEL, get_rng_tracker
 from slapo.schedule import Schedule
@@ -57,75 +57,8 @@ def sum_output(node: Schedule, axis: int | None) -> None:
         node.sync("fwd_post", "reduce_scatter", axis=axis)
 
 
-# --- regions -------------------------------------------------------------------------------------
-def split_region(
-    layer: Schedule,
-    region: Region,
-    tokens: bool,
-    key_values: int | None,
-    reads_here: bool = False,
-) -> None:
-    """Shard a region: one collective each way where it is entered, and one where it is left."""
-    axis = region.axis if tokens else None
-    for path in region.enter.split():
-        _enter(layer[path], region, axis, region.reads.split() if reads_here else [])
-    few = region.key_values.split() if key_values else []
-    for path in region.columns.split():
-        split_column(layer[path], region.blocks, key_values if path in few else None)
-    for path in region.rows.split():
-        sum_output(split_row(layer[path]), axis)
-    for path in region.inside.split():
-        sum_gradients(layer[path])
-    for path in region.by_head.split():
-        if found := tensor_by_head(layer, path):  # only some layers have it
-            node, name, axis = found
-            node.shard(name, axis=axis)
-    if region.experts:
-        _split_experts(layer[region.experts])
-        sum_output(layer[region.enter], axis)
-    for path in region.forked.split():
-        # Dropout with p=0 draws no random values.
-        if path in layer and getattr(layer[path].mod, "p", None) != 0.0:
-            layer[path].fork_rng()
-    _divide(layer, region, key_values)
-
-
-def _enter(node: Schedule, region: Region, axis: int | None, reads: list[str]) -> None:
-    """Gather sharded inputs, or sum gradients of replicated ones; `reads` are never sharded."""
-    takes = region.takes.split()
-    if axis is not None:
-        # Every rank's router sees all tokens: its gradient is full, and must count once only.
-        parts = {"tensor_parallel_output_grad": not region.whole}
-        node.sync("fwd_pre", "all_gather", axis=axis, argument=takes or None, **parts)
-    if axis is None and not region.whole:
-        node.sync("bwd_post", "all_reduce", argument=[*takes, *reads] or None)
-    elif reads:
-        node.sync("bwd_post", "all_reduce", argument=reads)
-
-
-def tensor_by_head(layer: Schedule, path: str) -> tuple[Schedule, str, int] | None:
-    """Return the tensor with an axis of heads: a module's weight or a parameter; else None."""
-    owner, _, leaf = path.rpartition(".")
-    if path in layer:
-        return layer[path], "weight", 1
-    has = owner in layer and leaf in layer[owner].mod._parameters
-    return (layer[owner], leaf, -1) if has else None
-
-
-def _divide(layer: Schedule, region: Region, key_values: int | None) -> None:
-    """Divide head counts by the number of ranks."""
-    for name in region.counts.split():
-        path, _, attribute = name.rpartition(".")
-        layer[path].set(attribute, whole=getattr(layer[path].mod, attribute))
-    if key_values:
-        for name in region.groups.split():
-            path, _, attribute = name.rpartition(".")
-            # Query heads per rank: each rank has one key head, which it shares with other ranks.
-            query_heads = getattr(layer[path].mod, attribute) * key_values
-            layer[path].set(attribute, query_heads // layer.world_size)
-
-
-def _split_experts(node: Schedule) -> None:
+# --- experts ------------------------------------------------------------------------------------
+def split_experts(node: Schedule) -> None:
     """Shard every expert; gradients of states and routing weights are partial."""
     node.shard("gate_up_proj", axis=1, blocks=2).shard("down_proj", axis=2)
     node.sync("fwd_pre", enter_experts)

@@ -16,7 +16,6 @@ import slapo
 from slapo.command import main
 from slapo.model_schedule import (
     Recipe,
-    Region,
     Stack,
     apply_schedule,
     gen_embedding_hooks,
@@ -66,9 +65,12 @@ def test_a_parameter_of_the_heads() -> None:
     @register_recipe("sloped")
     def sloped(config: Any) -> Recipe:
         """Heads with slopes."""
-        columns = {"columns": "0.q 0.k 0.v", "rows": "0.o", "counts": "0.heads"}
-        region = Region("0", by_head="0.slopes", **columns)  # type: ignore[arg-type]
-        return Recipe((Stack("blocks", (region,)),), heads="", counts="")
+        block = {
+            "0": "sum_grad, shard(slopes, -1), divide(heads)",
+            "0.q 0.k 0.v": "columns",
+            "0.o": "rows",
+        }
+        return Recipe((Stack("blocks", block),), heads="", counts="")
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -82,9 +84,11 @@ def test_a_parameter_of_the_heads() -> None:
 
     try:
         with fake_world(2):
-            sch = apply_schedule(Model(), "sloped", group=dist.group.WORLD)
+            x = torch.randn(2, 3, 16, requires_grad=True)
+            inputs = {"group": dist.group.WORLD, "example_inputs": {"x": x}}
+            sch = apply_schedule(Model(), "sloped", **inputs)
             assert sch["blocks.0.0"].mod.slopes.shape == (2,)
-            slapo.check(sch, torch.randn(2, 3, 16, requires_grad=True))
+            slapo.check(sch, x)
     finally:
         unregister("sloped")
 
@@ -93,8 +97,8 @@ def test_own_recipe() -> None:
     @register_recipe("blocks")
     def blocks(config: Any) -> Recipe:
         """Blocks of my own."""
-        region = Region("fc1", columns="fc1", rows="fc2")
-        return Recipe((Stack("blocks", (region,)),), heads="", counts="")
+        block = {"fc1": "sum_grad, columns", "fc2": "rows"}
+        return Recipe((Stack("blocks", block),), heads="", counts="")
 
     try:
         model = nn.Module()
@@ -406,7 +410,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"{key} " in listed for key in recipe_keys())
     assert main(["recipes", "t5"]) == 0
     shown = capsys.readouterr().out
-    assert "reads='key_value_states'" in shown
+    assert "read=key_value_states" in shown
     assert "fused_loss" in shown
     assert str(recipe_of("t5", transformers.T5Config())) in shown
     assert main(["recipes", "wideresnet"]) == 0

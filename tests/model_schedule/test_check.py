@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 
 import slapo
 from slapo.model_schedule import (
+    Stack,
     apply_schedule,
     recipe_keys,
     recipe_of,
@@ -38,16 +40,17 @@ def test_recipes_pass(key: str, ranks: int) -> None:
 
 
 @contextmanager
-def changed_recipe(key: str, changes: dict[str, Any], of_regions: bool = True) -> Iterator[None]:
-    """The recipe of a key with other entries, as "changed"."""
+def changed_recipe(key: str, changes: dict[str, Any]) -> Iterator[None]:
+    """The recipe of a key with other entries, as "changed"; `splits` may leave some out."""
     recipe = recipe_of(key, MODELS[key].build().config)
-    if of_regions:
-        stacks = tuple(
-            replace(stack, regions=tuple(replace(region, **changes) for region in stack.regions))
-            for stack in recipe.stacks
-        )
-        changes = {"stacks": stacks}
-    changed = replace(recipe, **changes)
+    splits: dict[str, str | None] = changes.pop("splits", {})
+
+    def of_layer(stack: Stack) -> dict[str, str]:
+        others = {path: words for path, words in stack.splits.items() if path not in splits}
+        return {**others, **{path: words for path, words in splits.items() if words is not None}}
+
+    stacks = tuple(replace(stack, splits=of_layer(stack)) for stack in recipe.stacks)
+    changed = replace(recipe, stacks=stacks, **changes)
     register_recipe("changed")(lambda config: changed)
     try:
         yield
@@ -56,16 +59,16 @@ def changed_recipe(key: str, changes: dict[str, Any], of_regions: bool = True) -
 
 
 @pytest.mark.parametrize(
-    ("key", "changes"),
+    ("key", "splits"),
     [
-        ("qwen3", {"inside": ""}),
-        ("gpt2", {"counts": ""}),
-        ("gpt2", {"blocks": 1}),
-        ("t5", {"by_head": ""}),
+        ("qwen3", {"self_attn.q_norm self_attn.k_norm": None}),
+        ("gpt2", {"attn": "sum_grad"}),
+        ("gpt2", {"attn.c_attn": "columns"}),
+        ("t5", {"layer.0.SelfAttention.relative_attention_bias": None}),
     ],
 )
-def test_a_table_that_lacks_something_is_refused(key: str, changes: dict[str, Any]) -> None:
-    with changed_recipe(key, changes), fake_world(2, 1):
+def test_a_table_that_lacks_something_is_refused(key: str, splits: dict[str, Any]) -> None:
+    with changed_recipe(key, {"splits": splits}), fake_world(2, 1):
         # Before anything changes where it names too little, else as a recipe of no family.
         with pytest.raises(
             (slapo.PlacementError, ValueError), match=r"in a sharded block|fails the check"
@@ -78,20 +81,20 @@ def test_a_table_that_lacks_something_is_refused(key: str, changes: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("key", "changes", "of_regions"),
+    ("key", "changes", "name", "value"),
     [
-        ("llama", {"embeddings": "embed_token"}, False),
-        ("llama", {"heads": "lm_heads"}, False),
-        ("llama", {"counts": "num_heads"}, False),
-        ("t5", {"forked": "layer.1.DenseReluDense.drop"}, True),
-        ("t5", {"by_head": "layer.0.SelfAttention.relative_bias"}, True),
-        ("gpt2", {"counts": "attn.heads"}, True),
-        ("llama", {"groups": "self_attn.groups"}, True),
+        ("llama", {"embeddings": "embed_token"}, "embeddings", "embed_token"),
+        ("llama", {"heads": "lm_heads"}, "heads", "lm_heads"),
+        ("llama", {"counts": "num_heads"}, "counts", "num_heads"),
+        ("gpt2", {"splits": {"mlp.drop": "fork_rng"}}, "splits", r"h.*.mlp.drop"),
+        ("gpt2", {"splits": {"attn": "divide(heads)"}}, "attributes", "transformer.h.*.attn.heads"),
+        ("llama", {"splits": {"mlp": "regroup(of, 1)"}}, "attributes", "model.layers.*.mlp.of"),
     ],
 )
-def test_a_table_that_names_what_is_not_there(key: str, changes: Any, of_regions: bool) -> None:
-    ((name, value),) = changes.items()
-    says = f"names entries that .* lack: {{'{name}.*': '{value}'}}"
-    with changed_recipe(key, changes, of_regions), fake_world(2, 1):
+def test_a_table_that_names_what_is_not_there(
+    key: str, changes: dict[str, Any], name: str, value: str
+) -> None:
+    says = f"names entries that .* lack: {{'{name}': '{re.escape(value)}"
+    with changed_recipe(key, changes), fake_world(2, 1):
         with pytest.raises(ValueError, match=says):
             apply_schedule(MODELS[key].build(), "changed")
