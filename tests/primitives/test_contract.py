@@ -40,7 +40,7 @@ def gelu_of_fc1(sch: Schedule) -> Any:
 
 @dataclass
 class Case:
-    """How to call one primitive rightly; ``tests/mistakes`` has the calls that fail.
+    """How to call one primitive rightly; ``tests/golden/mistakes`` has the calls that fail.
 
     `call` stands on one line, so that the line it is called from is the function's first.
     """

@@ -158,7 +158,7 @@ class OwnForward(nn.Linear):
         return super().forward(x) * 2
 
 
-#: Beside those of ``tests/mistakes/of_primitives.py``.
+#: Beside those of ``tests/golden/mistakes``.
 BAD: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any], str]] = {
     "parts of other sizes": (
         lambda: nn.Linear(4, 8),

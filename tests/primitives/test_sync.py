@@ -71,7 +71,7 @@ def test_each_op_in_each_mode(op: str, modes: set[str], kwargs: Any) -> None:
                 sch.sync(mode, op, **kwargs)
 
 
-#: Schedule, call and message; beside those of ``tests/mistakes/of_primitives.py``.
+#: Schedule, call and message; beside those of ``tests/golden/mistakes``.
 BAD: dict[str, tuple[Callable[[], Schedule], tuple[Any, ...], dict[str, Any], str]] = {
     "scatter a partial sum": (row, ("fwd_post", "scatter"), {"axis": 1}, "Partial()"),
     "reshard a partial sum": (row, ("fwd_post", "RS->RR"), {}, "Partial()"),
