@@ -3,7 +3,7 @@
 A file has the mistakes with one thing that users call. An entry is a title, lines of code, and what
 is said of them, which ``--update-golden`` writes. Up to a ``yield`` all is well, after it comes the
 mistake; what it yields is the schedule that the mistake must not change, if there is one. Without a
-``yield`` the lines are about `sch`, a schedule of ``Stack``. What they name is in :mod:`tests.mistakes`.
+``yield`` the lines are about `sch`, a schedule of ``Stack``. Names are in :mod:`tests.mistakes`.
 """
 
 from __future__ import annotations
