@@ -45,11 +45,11 @@ def gelu(x: Any) -> Any:
     return F.gelu(x)
 
 
-def gpt2() -> nn.Module:
+def gpt2(heads: int = 3) -> nn.Module:
     config = transformers.GPT2Config(
         n_layer=2,
         n_embd=12,
-        n_head=3,
+        n_head=heads,
         vocab_size=32,
         n_positions=16,
         bos_token_id=0,

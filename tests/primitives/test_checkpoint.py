@@ -137,15 +137,6 @@ def test_state_dict_code_of_the_module_still_runs() -> None:
     assert model[0].mod.loaded == {"k": 1}
 
 
-def test_twice_is_refused() -> None:
-    sch = slapo.create_schedule(nn.Sequential(Block()))
-    sch["0"].checkpoint().fork_rng()
-    with refused(sch, ValueError, "checkpointed already"):
-        sch["0"].checkpoint()
-    with refused(sch, ValueError, "under fork_rng already"):
-        sch["0"].fork_rng()
-
-
 # --- operations ------------------------------------------------------------------------------
 def mlp(x: Tensor) -> Tensor:
     return F.gelu(slapo.call_module("fc1", x))

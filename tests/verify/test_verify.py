@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -163,20 +162,6 @@ def test_disabled_does_nothing() -> None:
         sch["act"].replace(WrongGELU())
 
 
-def test_what_cannot_be_verified_is_refused() -> None:
-    sch = slapo.create_schedule(Stack(2))
-    sch.trace(recursive=False)
-    with pytest.raises(slapo.SlapoError, match="cut_pipeline_stage"), slapo.Verify(sch, X):
-        sch["layers.0"].cut_pipeline_stage()
-
-
-def test_arguments_are_checked() -> None:
-    with pytest.raises(TypeError, match="takes a schedule"):
-        slapo.Verify(Acted(), X)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="example_inputs"):
-        slapo.Verify(slapo.create_schedule(Acted()), "x")
-
-
 def test_the_model_is_left_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5))
     model[0].weight.grad = torch.ones(6, 4)
@@ -263,27 +248,18 @@ def test_a_node_below_the_root_and_a_loss_function() -> None:
 
 
 # --- several processes ---------------------------------------------------------------------------
-def _shard(sch: slapo.Schedule, mistake: str) -> None:
-    for block in sch.select("layers.*"):
-        block["fc1"].shard("weight", 0).shard("bias", 0)
-        if mistake != "no gradient sum":
-            block["fc1"].sync("bwd_post", "all_reduce")
-        block["fc2"].shard("weight", 1)
-        if mistake != "no sum":
-            block["fc2"].sync("fwd_post", "all_reduce")
 
 
-def _verify(rank: int, world_size: int, mistake: str, empty: bool) -> str:
+def _verify(rank: int, world_size: int, empty: bool) -> str:
     torch.manual_seed(0)
     with slapo.init_empty_weights(enable=empty):
         model = Stack(2, size=8)
     sch = slapo.create_schedule(model)
     torch.manual_seed(rank)  # every rank's own inputs: those of rank 0 count
-    try:
-        with slapo.Verify(sch, torch.randn(3, 5, 8)):
-            _shard(sch, mistake)
-    except slapo.VerificationError as error:
-        return str(error)
+    with slapo.Verify(sch, torch.randn(3, 5, 8)):
+        for block in sch.select("layers.*"):
+            block["fc1"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+            block["fc2"].shard("weight", 1).sync("fwd_post", "all_reduce")
     specs = [shards_of(m) for m in model.modules()]
     assert sum(len(s) for s in specs) == 6
     return "equal"
@@ -292,19 +268,7 @@ def _verify(rank: int, world_size: int, mistake: str, empty: bool) -> str:
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("empty", [False, True])
 def test_tensor_parallel(world_size: int, empty: bool) -> None:
-    assert run_distributed(_verify, world_size, "", empty) == ["equal"] * world_size
-
-
-@pytest.mark.parametrize(
-    ("mistake", "said"),
-    [
-        ("no sum", r"add of \(3, 5, 8\) Partial\(\) \(since mm in 'layers.0.fc2'\).*fc2\"\].shard"),
-        ("no gradient sum", r'add sch\["layers.1.fc1"\].sync\("bwd_post", "all_reduce"\)'),
-    ],
-)
-def test_a_missing_sum_is_named_on_every_rank(mistake: str, said: str) -> None:
-    for message in run_distributed(_verify, 2, mistake, False):
-        assert re.search(said, message, re.DOTALL)
+    assert run_distributed(_verify, world_size, empty) == ["equal"] * world_size
 
 
 def _other_on_one_rank(sch: slapo.Schedule, rank: int) -> None:
