@@ -32,6 +32,14 @@ def test_the_default_is_torchscript_and_fused_module() -> None:
     assert isinstance(sch["FusedModule_0"].mod, torch.jit.ScriptModule)
 
 
+def test_paths_within_a_fused_module_are_short_where_there_is_no_state() -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    sch = slapo.create_schedule(nn.Sequential(inner, nn.Linear(4, 4)))
+    sch.trace(flatten=True)
+    sch.fuse(sch.find(lambda x: F.dropout(slapo.call_module(r"0\.0", x))))
+    assert {name for name, _ in sch["FusedModule_0"].mod.named_modules()} == {"", "0", "0.0", "1"}
+
+
 @pytest.mark.parametrize("name", ["", "a.b", "1st"])
 def test_bad_names(name: str) -> None:
     sch = decomposed()
