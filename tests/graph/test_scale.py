@@ -156,7 +156,7 @@ def test_equal_layers_are_captured_once_for_each_kind_of_call(
 
 def test_a_long_chain_runs_one_layer_only() -> None:
     family = FAMILIES["gpt2"]
-    model = family.build(n_layer=24)
+    model = family.build(num_hidden_layers=24)
     runs: list[nn.Module] = []
 
     def note(module: nn.Module, args: object) -> None:
