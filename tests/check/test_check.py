@@ -27,6 +27,7 @@ from slapo.verify.placement.place import Place
 from tests.check.planted import Case
 from tests.check.verdicts import fake_world
 from tests.distributed import run_distributed
+from tests.graph.served import make
 from tests.sharding.families import FAMILIES, Steps
 from tests.sharding.parallel_models import CASES
 
@@ -164,19 +165,13 @@ def test_what_was_fused(two_ranks: None, compiler: str | None) -> None:
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
 def test_a_checkpoint_of_the_models_own(two_ranks: None, is_reentrant: bool) -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Block()
+    def forward(self: Any, x: Tensor) -> Any:
+        return checkpoint(self.block, x, use_reentrant=is_reentrant)
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = checkpoint(self.block, x, use_reentrant=is_reentrant)
-            return out
-
-    sch = slapo.create_schedule(Outer())
+    sch = slapo.create_schedule(make(forward, block=Block()))
     split(sch["block"])
     check(sch, X)
-    sch = slapo.create_schedule(Outer())
+    sch = slapo.create_schedule(make(forward, block=Block()))
     sch["block.fc1"].shard("weight", axis=0).shard("bias", axis=0)
     sch["block.fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     assert refused(sch).suspect == "block.fc1"

@@ -12,6 +12,7 @@ import slapo
 from slapo.graph.match.find import Matches, Subgraph, traced_modules
 from slapo.pattern import call_module
 from tests.fingerprint import fingerprint, refused
+from tests.graph.served import make
 from tests.primitives.models import Attention, Block, Stack
 
 
@@ -146,11 +147,8 @@ def test_a_wrapped_module_is_left_too() -> None:
 
 
 def test_matches_know_what_the_arguments_stand_for() -> None:
-    class Scaled(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return F.gelu((x - y) * 3.0)
-
-    sch = slapo.create_schedule(nn.Sequential(Scaled()))
+    scaled = make(lambda self, x, y: F.gelu((x - y) * 3.0))
+    sch = slapo.create_schedule(nn.Sequential(scaled))
     matches = sch["0"].find(lambda a, b, s: F.gelu((b - a) * s))
     x, y = sch["0"].mod.graph.find_nodes(op="placeholder")
     (match,) = matches

@@ -368,11 +368,7 @@ def test_hooks_and_vertical() -> None:
 
 
 def test_one_node() -> None:
-    class Soft(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.softmax(x, dim=-1)
-
-    sch = slapo.create_schedule(Soft())
+    sch = slapo.create_schedule(make(lambda self, x: torch.softmax(x, dim=-1)))
 
     def log_softmax(x: Tensor, dim: int) -> Tensor:
         return torch.log_softmax(x, dim)
@@ -532,19 +528,11 @@ def test_an_input_that_is_not_taken_is_an_error(new: Any, constants: Any, messag
 
 
 def test_the_weight_of_a_module_can_be_an_argument() -> None:
-    class Norm(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(4)
-            nn.init.normal_(self.norm.weight)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(x).exp()
-
     def own_norm(x: Tensor, w: Tensor | None = None) -> Tensor:
         return F.layer_norm(x, (4,), w).exp()
 
-    model = Norm()
+    model: Any = make(lambda self, x: self.norm(x).exp(), norm=nn.LayerNorm(4))
+    nn.init.normal_(model.norm.weight)
     expected = model(X)
     sch = slapo.create_schedule(model)
     sch.trace()

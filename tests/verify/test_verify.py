@@ -16,6 +16,7 @@ from slapo.op import FusedQKV
 from slapo.sharding.shards import shards_of
 from slapo.weights.provenance import Source
 from tests.distributed import run_distributed
+from tests.graph.served import make
 from tests.primitives.models import Stack, Tied
 
 X = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(1))
@@ -381,29 +382,15 @@ def test_a_replacement_of_an_earlier_block_is_an_original_later() -> None:
 
 
 def test_a_gradient_that_should_not_be_there_is_found() -> None:
-    class Frozen(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(4, 4)
+    def frozen(self: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = self.fc(x)
+        return y + x
 
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                y = self.fc(x)
-            return y + x
-
-    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), Frozen()))
-    layer = sch["1.fc"].mod
-
-    class Thawed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = layer
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc(x) + x
-
+    layer = nn.Linear(4, 4)
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), make(frozen, fc=layer)))
     with pytest.raises(slapo.VerificationError, match="gradient"), slapo.Verify(sch, X):
-        sch["1"].replace(Thawed())
+        sch["1"].replace(make(lambda self, x: self.fc(x) + x, fc=layer))
 
 
 def test_gradients_inside_a_fusion_are_compared() -> None:
