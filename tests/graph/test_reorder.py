@@ -13,6 +13,7 @@ from slapo.graph.rewrite.effects import Effects
 from slapo.graph.rewrite.rules import carry_out
 from slapo.primitives.checkpoint import Checkpoint
 from tests.graph.rewrites import (
+    SideBySide,
     fuse,
     fusion_of,
     replace_horizontal,
@@ -136,19 +137,10 @@ def by_fusion(gm: fx.GraphModule, *chains: str) -> None:
     fuse(gm, chain, compiler=None, name="Fused")
 
 
-class SideBySide(nn.Module):
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-
-    def forward(self, *inputs: Any) -> tuple[Any, ...]:
-        return tuple(part(*inputs) for part in self.parts)
-
-
 def by_one_call(gm: fx.GraphModule, *chains: str) -> None:
     picked = [pick(gm, names) for names in chains]
     parts = [fusion_of(gm, chain, compiler=None) for chain in picked]
-    replace_horizontal(gm, picked, SideBySide(parts), name="Both")
+    replace_horizontal(gm, picked, SideBySide(*parts), name="Both")
 
 
 def rewrite(gm: fx.GraphModule, chains: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ import slapo
 from slapo import Schedule
 from slapo.errors import TraceError
 from tests.fingerprint import refused
+from tests.graph.rewrites import SideBySide
 from tests.graph.served import make
 
 SIZE = 4
@@ -38,15 +39,6 @@ class Layer(nn.Module):
         return self.fc2(F.gelu(self.fc1(h))) + x
 
 
-class Projections(nn.Module):
-    def __init__(self, *parts: nn.Module) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(part(x) for part in self.parts)
-
-
 def attention(value: Tensor, scores: Tensor, p: float, training: bool) -> Tensor:
     return F.dropout(scores @ value, p, training)
 
@@ -64,7 +56,7 @@ def replaced(sch: Schedule) -> None:
 
 
 def horizontal(sch: Schedule) -> None:
-    sch.replace(Projections(sch.mod.q, sch.mod.k, sch.mod.v), sch.find("[qkv]$"), name="QKV")
+    sch.replace(SideBySide(sch.mod.q, sch.mod.k, sch.mod.v), sch.find("[qkv]$"), name="QKV")
 
 
 def by_hand(sch: Schedule) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -28,15 +29,9 @@ class WrongGELU(nn.Module):
         return F.gelu(x, approximate="tanh")
 
 
-class Acted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.act = nn.GELU()
-        self.last = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.act(self.first(x)))
+def acted() -> nn.Module:
+    layers = OrderedDict(first=nn.Linear(4, 4), act=nn.GELU(), last=nn.Linear(4, 4))
+    return nn.Sequential(layers)
 
 
 class WrongGradient(nn.Module):
@@ -72,7 +67,7 @@ def test_an_equal_schedule_passes() -> None:
 
 
 def test_a_wrong_output_names_the_module_and_the_line() -> None:
-    sch = slapo.create_schedule(Acted())
+    sch = slapo.create_schedule(acted())
     with pytest.raises(slapo.VerificationError, match=r"first at 'act' \(WrongGELU\)") as info:
         with slapo.Verify(sch, X):
             sch["last"].checkpoint()
@@ -112,21 +107,21 @@ class InTuple(nn.Module):
 #: The original's path, what is put there instead, and what is said of it.
 REPLACED: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Any], nn.Module], str]] = {
     "gradient": (
-        Acted,
+        acted,
         "act",
         lambda old: WrongGradient(),
         r"outputs agree, but the gradient.*'act' \(WrongGradient\) is the first to return",
     ),
-    "failure": (Acted, "act", lambda old: nn.Unflatten(-1, (3, 3)), "fails with RuntimeError"),
+    "failure": (acted, "act", lambda old: nn.Unflatten(-1, (3, 3)), "fails with RuntimeError"),
     "type": (lambda: nn.Sequential(nn.Identity()), "0", lambda old: InTuple(), "tuple"),
     "number": (lambda: nn.Sequential(Count(1)), "0", lambda old: Count(2), r"output\[1\]"),
     "shape": (
-        Acted,
+        acted,
         "last",
         lambda old: nn.Linear(4, 5),
         r"'last.weight' has shape \(5, 4\) and had \(4, 4\)",
     ),
-    "a parameter that moved": (Acted, "last", Detached, r"gradient of 'last\.weight'"),
+    "a parameter that moved": (acted, "last", Detached, r"gradient of 'last\.weight'"),
     "buffer": (
         lambda: nn.Sequential(nn.BatchNorm1d(4)),
         "0",
@@ -148,7 +143,7 @@ def test_what_a_replacement_changes_is_found(name: str) -> None:
 
 
 def test_an_error_in_the_block_goes_through_and_nothing_is_verified() -> None:
-    sch = slapo.create_schedule(Acted())
+    sch = slapo.create_schedule(acted())
     with pytest.raises(KeyError, match="nearest"), slapo.Verify(sch, X):
         sch["act"].replace(WrongGELU())
         sch["actt"].replace(nn.GELU())
@@ -158,7 +153,7 @@ def test_an_error_in_the_block_goes_through_and_nothing_is_verified() -> None:
 
 
 def test_disabled_does_nothing() -> None:
-    sch = slapo.create_schedule(Acted())
+    sch = slapo.create_schedule(acted())
     with slapo.Verify(sch, X, enable=False):
         sch["act"].replace(WrongGELU())
 
@@ -293,9 +288,9 @@ def _bare_table(sch: slapo.Schedule, rank: int) -> None:
 
 #: A model, its inputs, what is done to it, and what is said on both ranks.
 ON_RANKS: dict[str, tuple[Callable[[], nn.Module], Tensor, Callable[..., None], str]] = {
-    "a difference on one rank": (Acted, X, _other_on_one_rank, "first at 'act'"),
+    "a difference on one rank": (acted, X, _other_on_one_rank, "first at 'act'"),
     "a tied head sums both gradients": (Tied, TOKENS, _tied, "equal"),
-    "gradients of inputs": (Acted, X, _first_layer, "gradient of '<input 0>' differs"),
+    "gradients of inputs": (acted, X, _first_layer, "gradient of '<input 0>' differs"),
     "the words of build": (
         Tied,
         TOKENS,
@@ -394,7 +389,7 @@ def test_a_gradient_that_should_not_be_there_is_found() -> None:
 
 
 def test_gradients_inside_a_fusion_are_compared() -> None:
-    sch = slapo.create_schedule(Acted())
+    sch = slapo.create_schedule(acted())
     with slapo.Verify(sch, X) as verify:
         match = sch.find(lambda x: F.gelu(slapo.call_module("first", x)))
         sch.fuse(match)
@@ -420,10 +415,10 @@ class Declared(Own):
 
 
 def test_parameters_that_nothing_accounts_for_are_refused() -> None:
-    sch = slapo.create_schedule(Acted())
+    sch = slapo.create_schedule(acted())
     told = r"'last\.weight' is a parameter of the original and is gone.* of 'last' \(Own\)"
     with pytest.raises(slapo.VerificationError, match=told), slapo.Verify(sch, X):
         sch["last"].replace(Own(sch["last"].mod))
-    sch = slapo.create_schedule(Acted())
+    sch = slapo.create_schedule(acted())
     with slapo.Verify(sch, X):
         sch["last"].replace(Declared(sch["last"].mod))
