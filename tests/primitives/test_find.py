@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import slapo
-from slapo.graph.match.find import Matches, Subgraph, traced_modules
+from slapo.graph.match.find import Matches, Subgraph
 from slapo.pattern import call_module
 from tests.fingerprint import fingerprint, refused
 from tests.graph.served import make
@@ -201,15 +201,3 @@ def test_the_reason_is_not_worked_out_where_nobody_reads_it(
     assert found.why == found.why == "because"
     assert len(calls) == 1
     logger.manager._clear_cache()
-
-
-def test_the_graphs_of_a_model() -> None:
-    sch = slapo.create_schedule(Stack(2))
-    assert list(traced_modules(sch.mod)) == []
-    sch.trace()
-    sch["layers.0"].checkpoint()
-    assert [(path, graph is gm.graph) for path, gm, graph in traced_modules(sch.mod)] == [
-        ("", True),
-        ("layers.0", True),
-        ("layers.1", True),
-    ]
