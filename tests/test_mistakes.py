@@ -1,10 +1,15 @@
-"""What users are told of their mistakes: golden files, written by ``--update-golden``."""
+"""What users are told of their mistakes: ``tests/golden/mistakes``.
+
+A file has the mistakes with one thing that users call. An entry is a title, lines of code, and what
+is said of them, which ``--update-golden`` writes. Up to a ``yield`` all is well, after it comes the
+mistake; what it yields is the schedule that the mistake must not change, if there is one. Without a
+``yield`` the lines are about `sch`, a schedule of ``Stack``. Names are in :mod:`tests.mistakes`.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +22,39 @@ import torch.distributed as dist
 from slapo import Schedule
 from slapo.framework_dialect import registry
 from slapo.primitives import base
+from tests import mistakes
 from tests.distributed import run_distributed
 from tests.fingerprint import fingerprint
-from tests.mistakes import TABLE, Mistake, of_entry_points, of_primitives, of_records, stack
-
-__all__ = ["of_entry_points", "of_primitives", "of_records"]  # importing them has filled the table
 
 GOLDEN = Path(__file__).parent / "golden" / "mistakes"
+ON_TWO_RANKS = sorted(GOLDEN.glob("*_on_two_ranks.txt"))
+ALONE = sorted({*GOLDEN.iterdir()} - {*ON_TWO_RANKS})
+#: Title, code, and what is said, which begins a line with the class of an error.
+ENTRY = re.compile(
+    r"^# (.+)\n((?:    .*\n|\n(?=\n?    ))+)((?:(?!# |    ).*\n)(?:(?!# ).*\n)*)?", re.M
+)
+
+
+@dataclass
+class Mistake:
+    """An entry of a file."""
+
+    title: str
+    code: str
+    function: Callable[..., Any]
+
+
+def read(file: Path) -> list[Mistake]:
+    text, found = file.read_text(), []
+    for entry in ENTRY.finditer(text):
+        title, code, _ = entry.groups()
+        name = re.sub(r"\W", "_", title)
+        # The lines have the numbers that they have in the file.
+        source = "\n" * text[: entry.start()].count("\n") + f"def {name}(sch=None):\n{code}"
+        names = {**vars(mistakes), **mistakes.OTHERS}
+        exec(compile(source, str(file), "exec"), names)
+        found.append(Mistake(title, code, names[name]))
+    return found
 
 
 @dataclass
@@ -36,10 +67,10 @@ class Told:
     changed: list[str]
 
 
-def commit(function: Mistake) -> Told:
+def commit(mistake: Mistake) -> Told:
     """Make a mistake."""
     torch.manual_seed(0)
-    sch, go_on = prepare(function)
+    sch, go_on = prepare(mistake.function)
     before = fingerprint(sch) if sch is not None else {}
     try:
         go_on()
@@ -49,7 +80,24 @@ def commit(function: Mistake) -> Told:
         # A KeyError's own text is its argument in quotes.
         text = str(error.args[0]) if isinstance(error, KeyError) else str(error)
         return Told(type(error).__name__, stable(text), changed)
-    raise AssertionError(f"{function.__name__} went unnoticed")
+    raise AssertionError(f"{mistake.title} went unnoticed")
+
+
+def prepare(function: Callable[..., Any]) -> tuple[Schedule | None, Callable[[], Any]]:
+    """The schedule before the mistake, and the mistake itself."""
+    if inspect.isgeneratorfunction(function):
+        steps = function()
+        return next(steps), lambda: next(steps, None)
+    sch = mistakes.stack()
+    return sch, lambda: function(sch)
+
+
+def stable(text: str) -> str:
+    """A message without what differs between machines, runs and versions of a file."""
+    text = re.sub(r"0x[0-9a-f]{6,}", "0x...", text)
+    text = re.sub(r"\S*/(\w+\.(?:py|txt)):\d+", r"\1", text)
+    text = re.sub(r"\S*/(\w+\.json)", r"\1", text)
+    return re.sub(r"by \S+ where \S+ is allowed", "by ... where ... is allowed", text)
 
 
 @pytest.fixture(autouse=True)
@@ -63,79 +111,51 @@ def nothing_but_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delitem(registry._DIALECTS, key)
 
 
-def prepare(function: Mistake) -> tuple[Schedule | None, Callable[[], Any]]:
-    """The schedule before the mistake, and the mistake itself."""
-    if inspect.isgeneratorfunction(function):
-        steps = function()
-        return next(steps), lambda: next(steps, None)
-    sch = stack()
-    return sch, lambda: function(sch)
-
-
-def stable(text: str) -> str:
-    """A message without what differs between machines, runs and versions of this file."""
-    text = re.sub(r"0x[0-9a-f]{6,}", "0x...", text)
-    text = re.sub(r"\S*/(\w+\.py):\d+", r"\1", text)
-    text = re.sub(r"\S*/(\w+\.json)", r"\1", text)
-    return re.sub(r"by \S+ where \S+ is allowed", "by ... where ... is allowed", text)
-
-
-def commit_all(rank: int, world_size: int) -> dict[str, Told]:
-    chosen = [f for (_, ranks), functions in TABLE.items() if ranks > 1 for f in functions]
-    return {function.__name__: commit(function) for function in chosen}
+def commit_all(rank: int, world_size: int) -> dict[str, list[Told]]:
+    return {file.stem: [commit(each) for each in read(file)] for file in ON_TWO_RANKS}
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks() -> list[dict[str, Told]]:
+def on_two_ranks() -> list[dict[str, list[Told]]]:
     """Of all mistakes that need two ranks: one job."""
     return run_distributed(commit_all, 2)
 
 
-def source_of(function: Mistake) -> str:
-    """The lines that are wrong."""
-    lines = inspect.getsource(function).splitlines()
-    begin = "yield" if inspect.isgeneratorfunction(function) else "def "
-    start = next(k for k, line in enumerate(lines) if line.strip().startswith(begin))
-    return textwrap.dedent("\n".join(lines[start + 1 :])).strip("\n")
-
-
-def check(group: str, told: dict[Mistake, Told], update: bool) -> None:
+def check(file: Path, told: list[Told], update: bool) -> None:
     """Compare with the golden file."""
     entries = [
-        f"# {function.__name__.replace('_', ' ')}\n"
-        f"{textwrap.indent(source_of(function), '    ')}\n{it.error}: {it.message}\n"
-        for function, it in told.items()
+        f"# {each.title}\n{each.code}{it.error}: {it.message}\n"
+        for each, it in zip(read(file), told, strict=True)
     ]
     text = "\n".join(entries)
-    file = GOLDEN / f"{group}.txt"
     if update:
-        file.parent.mkdir(exist_ok=True)
         file.write_text(text)
-    assert file.exists(), f"{file} is missing; run pytest with --update-golden"
     assert text == file.read_text()
 
 
-@pytest.mark.parametrize("group", [group for group, ranks in TABLE if ranks == 1])
-def test_what_users_are_told(group: str, update_golden: bool) -> None:
-    told = {}
-    for function in TABLE[group, 1]:
-        told[function] = commit(function)
+@pytest.mark.parametrize("file", ALONE, ids=lambda file: file.stem)
+def test_what_users_are_told(file: Path, update_golden: bool) -> None:
+    told = []
+    for each in read(file):
+        told.append(commit(each))
         if dist.is_initialized():
             dist.destroy_process_group()
-    check(group, told, update_golden)
-    check_parts(told)
+    check(file, told, update_golden)
+    check_parts(file, told)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("group", [group for group, ranks in TABLE if ranks > 1])
+@pytest.mark.parametrize("file", ON_TWO_RANKS, ids=lambda file: file.stem)
 def test_what_users_of_two_ranks_are_told(
-    group: str, on_two_ranks: list[dict[str, Told]], update_golden: bool
+    file: Path, on_two_ranks: list[dict[str, list[Told]]], update_golden: bool
 ) -> None:
-    first, second = ({f: told[f.__name__] for f in TABLE[group, 2]} for told in on_two_ranks)
-    check(f"{group}_on_two_ranks", first, update_golden)
-    check_parts(first)
-    check_parts(second)
-    assert [it.error for it in first.values()] == [it.error for it in second.values()]
+    first, second = (told[file.stem] for told in on_two_ranks)
+    check(file, first, update_golden)
+    check_parts(file, first)
+    check_parts(file, second)
+    for one, other in zip(first, second, strict=True):
+        assert one.error == other.error
+        assert one.message == other.message.replace("ranks are [1]", "ranks are [0]")
 
 
 # --- the parts of a message ----------------------------------------------------------------------
@@ -153,18 +173,15 @@ REMEDY = re.compile(
 VALUE = re.compile(r"'[^']+'|\"[^\"]+\"|\[.*\]|\d|\bgot \w+|\w+=\w+")
 
 
-def check_parts(told: dict[Mistake, Told]) -> None:
+def check_parts(file: Path, told: list[Told]) -> None:
     """What was wrong, the values and a remedy, as far as a machine can see them."""
-    for function, it in told.items():
-        name = function.__name__
-        assert it.changed == [], name
-        assert VALUE.search(it.message), (name, it.message)
-        assert REMEDY.search(it.message), (name, it.message)
+    for each, it in zip(read(file), told, strict=True):
+        assert it.changed == [], each.title
+        assert VALUE.search(it.message), (each.title, it.message)
+        assert REMEDY.search(it.message), (each.title, it.message)
 
 
-def test_the_table() -> None:
-    names = [function.__name__ for functions in TABLE.values() for function in functions]
-    assert len(names) == len(set(names))
-    files = {f"{group}{'_on_two_ranks' if ranks > 1 else ''}.txt" for group, ranks in TABLE}
-    assert {file.name for file in GOLDEN.iterdir()} == files
-    assert set(base._BUILTIN) <= {group for group, _ in TABLE}
+def test_every_primitive_has_mistakes() -> None:
+    assert set(base._BUILTIN) <= {
+        file.stem.removesuffix("_on_two_ranks") for file in GOLDEN.iterdir()
+    }

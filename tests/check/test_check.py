@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from slapo.verify.placement.place import Place
 from tests.check.planted import Case
 from tests.check.verdicts import fake_world
 from tests.distributed import run_distributed
+from tests.graph.served import make
 from tests.sharding.families import FAMILIES, Steps
 from tests.sharding.parallel_models import CASES
 
@@ -164,19 +166,13 @@ def test_what_was_fused(two_ranks: None, compiler: str | None) -> None:
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
 def test_a_checkpoint_of_the_models_own(two_ranks: None, is_reentrant: bool) -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Block()
+    def forward(self: Any, x: Tensor) -> Any:
+        return checkpoint(self.block, x, use_reentrant=is_reentrant)
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = checkpoint(self.block, x, use_reentrant=is_reentrant)
-            return out
-
-    sch = slapo.create_schedule(Outer())
+    sch = slapo.create_schedule(make(forward, block=Block()))
     split(sch["block"])
     check(sch, X)
-    sch = slapo.create_schedule(Outer())
+    sch = slapo.create_schedule(make(forward, block=Block()))
     sch["block.fc1"].shard("weight", axis=0).shard("bias", axis=0)
     sch["block.fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     assert refused(sch).suspect == "block.fc1"
@@ -423,17 +419,9 @@ def test_functional_collectives_in_a_hook(two_ranks: None) -> None:
     assert "slapo.sharding" in str(refused(reduced_by(gathered)))
 
 
-class Table(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.out = nn.Embedding(24, HIDDEN), nn.Linear(HIDDEN, 5)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.out(self.table(tokens))
-
-
 def spread_table(start: int, mask: Callable[[Tensor, int, int], Tensor]) -> slapo.Schedule:
-    sch = slapo.create_schedule(Table())
+    layers = OrderedDict(table=nn.Embedding(24, HIDDEN), out=nn.Linear(HIDDEN, 5))
+    sch = slapo.create_schedule(nn.Sequential(layers))
     sch["table"].shard("weight", axis=0)
     foreign: list[Tensor] = []
 
@@ -463,7 +451,7 @@ def test_tokens_masked_by_hand(two_ranks: None) -> None:
 
 def test_tokens_of_an_uneven_table_masked_by_hand(two_ranks: None) -> None:
     for total, message in ((97, ""), (None, "slapo.sharding.masked(..., total=97)")):
-        sch = slapo.create_schedule(WideTable())
+        sch = slapo.create_schedule(wide_table())
         sch["table"].shard("weight", 0, uneven=True)
 
         def mask(module: Any, args: Any, total: int | None = total) -> Any:
@@ -476,16 +464,10 @@ def test_tokens_of_an_uneven_table_masked_by_hand(two_ranks: None) -> None:
             check(sch, TOKENS)
 
 
-class WideTable(nn.Module):
+def wide_table() -> nn.Module:
     """Tokens of 97, by way of a layer that reads what is gathered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.up = nn.Embedding(97, 8), nn.Linear(8, 21)
-        self.out = nn.Linear(21, 5)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.out(self.up(self.table(tokens)))
+    layers = OrderedDict(table=nn.Embedding(97, 8), up=nn.Linear(8, 21), out=nn.Linear(21, 5))
+    return nn.Sequential(layers)
 
 
 @pytest.mark.parametrize(("world_size", "rank"), [(2, 0), (2, 1), (4, 0), (4, 3)])
@@ -494,7 +476,7 @@ def test_uneven_shares(world_size: int, rank: int) -> None:
     tokens = torch.randint(0, 97, (3, 7))
 
     def split(*left_out: str, total: int | None = 21) -> slapo.Schedule:
-        sch = slapo.create_schedule(WideTable())
+        sch = slapo.create_schedule(wide_table())
         sch["table"].shard("weight", 0, uneven=True)
         if "table" not in left_out:
             sch["table"].sync("fwd_post", "all_reduce")

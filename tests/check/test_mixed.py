@@ -5,7 +5,7 @@ More of them by ``python -m tests.check.fuzz mixed 500``. Below those, what they
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from functools import partial
 from typing import Any
 
@@ -61,18 +61,13 @@ def test_numbers_that_a_trace_has_built_in(path: str, flatten: bool) -> None:
         check(sch, torch.randn(3, 7, HIDDEN))
 
 
-class Positions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.out = nn.Embedding(8, 4), nn.Linear(4, 4)
-
-    def forward(self, ids: Any) -> Any:
-        return self.out(self.table(ids))
+def positions() -> nn.Module:
+    return nn.Sequential(OrderedDict(table=nn.Embedding(8, 4), out=nn.Linear(4, 4)))
 
 
 def test_reentrant_checkpoint_of_what_has_no_gradient_to_send_back() -> None:
     """Torch would warn, and leave the table as it is for ever."""
-    sch = slapo.create_schedule(Positions())
+    sch = slapo.create_schedule(positions())
     sch["table"].checkpoint(use_reentrant=True)
     ids = torch.arange(5)
     message = r"\['weight'\] would get none; pass use_reentrant=False"
@@ -84,21 +79,15 @@ def test_reentrant_checkpoint_of_what_has_no_gradient_to_send_back() -> None:
         slapo.build(sch)[0](ids)
 
 
-class Halves(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(4, 8), nn.Linear(8, 4, bias=False)
-
-    def forward(self, x: Any) -> Any:
-        return self.fc2(torch.tanh(self.fc1(x)))
-
-
 def test_a_collective_over_other_ranks_than_those_of_the_schedule() -> None:
     """The default group of a job has all stages and replicas."""
     with fake_world(4, rank=3):
         group = slapo.init_mesh(pp=2, tp=2, device="cpu")["tp"]
         for given in (None, group.get_group()):
-            sch = slapo.create_schedule(Halves(), group=group)
+            layers = OrderedDict(
+                fc1=nn.Linear(4, 8), act=nn.Tanh(), fc2=nn.Linear(8, 4, bias=False)
+            )
+            sch = slapo.create_schedule(nn.Sequential(layers), group=group)
             sch["fc1"].shard("weight", axis=0).shard("bias", axis=0)
             sch["fc1"].sync("bwd_post", "all_reduce")
             sch["fc2"].shard("weight", axis=1)
@@ -115,7 +104,7 @@ def test_a_collective_over_other_ranks_than_those_of_the_schedule() -> None:
 def test_a_vocabulary_in_a_job_of_more_ranks() -> None:
     with fake_world(4, rank=3):
         group = slapo.init_mesh(pp=2, tp=2, device="cpu")["tp"]
-        sch = slapo.create_schedule(Positions(), group=group)
+        sch = slapo.create_schedule(positions(), group=group)
         sch["table"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
         check(sch, torch.arange(5))
 

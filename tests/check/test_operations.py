@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from slapo.verify.placement.offline import check_at
 from slapo.verify.placement.place import PARTIAL_SUM, sliced
 from tests.check.verdicts import fake_world
 from tests.distributed import run_distributed
+from tests.graph.served import make
 
 WIDTH, INNER = 24, 48
 X = torch.randn(3, 7, WIDTH)
@@ -351,16 +353,8 @@ def test_pools_of_sliced_channels(ranks: int, name: str) -> None:
 
 
 def test_pixels_from_sliced_channels(ranks: int) -> None:
-    class Shuffled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc1, self.fc2 = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 5, 1)
-            self.shuffle, self.back = nn.PixelShuffle(2), nn.PixelUnshuffle(2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc2(self.back(self.shuffle(self.fc1(x))))
-
-    check(split(Shuffled()), torch.randn(3, 3, 9, 11))
+    inside = nn.Sequential(nn.PixelShuffle(2), nn.PixelUnshuffle(2))
+    check(split(Images(inside, flat=False)), torch.randn(3, 3, 9, 11))
 
 
 # --- the truth -----------------------------------------------------------------------------------
@@ -375,8 +369,8 @@ def computed_by_all(rank: int, world_size: int) -> dict[str, float]:
         flat = "1d" in name or name == "linear"
         x = torch.randn(3, 3, 7) if flat else torch.randn(3, 3, 9, 11)
         cases[name] = (Images(pool, flat), x)
-    for make in (tokens_before, copied_into_a_view, parts_of_a_blank):
-        cases[make.__name__] = (Shifted(make), torch.randn(3, 7, WIDTH))
+    for each in (tokens_before, copied_into_a_view, parts_of_a_blank):
+        cases[each.__name__] = (Shifted(each), torch.randn(3, 7, WIDTH))
     return {name: difference(model.double(), x.double()) for name, (model, x) in cases.items()}
 
 
@@ -468,17 +462,10 @@ def test_a_rule_is_asked_where_only_what_was_kept_is_sliced(
     ("groups", "blocks", "is_right"), [(4, 2, 1), (8, 2, 1), (2, 2, 0), (4, 4, 0)]
 )
 def test_groups_stay_whole(groups: int, blocks: int, is_right: bool) -> None:
-    class Convolved(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc1, self.fc2 = nn.Conv1d(3, 8, 1), nn.Conv1d(8, 5, 1)
-            self.conv = nn.Conv1d(8, 8, 3, padding=1, groups=groups)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc2(self.conv(self.fc1(x)))
-
+    conv = nn.Conv1d(8, 8, 3, padding=1, groups=groups)
+    layers = OrderedDict(fc1=nn.Conv1d(3, 8, 1), conv=conv, fc2=nn.Conv1d(8, 5, 1))
     with fake_world():
-        sch = slapo.create_schedule(Convolved())
+        sch = slapo.create_schedule(nn.Sequential(layers))
         for name in ("fc1", "conv"):
             sch[name].shard("weight", 0, blocks=blocks).shard("bias", 0, blocks=blocks)
         sch["fc1"].sync("bwd_post", "all_reduce")
@@ -587,15 +574,10 @@ def test_a_partial_sum_is_not_rounded(ranks: int, number: int) -> None:
 
 
 def test_an_embedding_that_scales_by_its_own_width(ranks: int) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.out = nn.Embedding(9, 8), nn.Linear(8, 5)
+    def scaled(self: Any, tokens: Tensor) -> Any:
+        return self.out(self.table(tokens) * self.table.embedding_dim**0.5)
 
-        def forward(self, tokens: Tensor) -> Tensor:
-            return self.out(self.table(tokens) * self.table.embedding_dim**0.5)
-
-    sch = slapo.create_schedule(Scaled())
+    sch = slapo.create_schedule(make(scaled, table=nn.Embedding(9, 8), out=nn.Linear(8, 5)))
     keep = {"tensor_parallel_output_grad": False}
     sch["table"].shard("weight", 1).sync("fwd_post", "all_gather", axis=-1, **keep)
     assert "mul works on" in str(refused(sch, torch.randint(0, 9, (3, 7))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from slapo.sharding import reduce_from_group
 from slapo.verify.placement import PlacementError, check
 from tests.check.verdicts import fake_world
 from tests.distributed import run_distributed
+from tests.graph.served import make
 from tests.sharding.parallel_models import HIDDEN, column
 
 BATCH, LENGTH = 7, 12
@@ -139,16 +141,10 @@ def test_so_it_is(world_size: int) -> None:
 
 
 def test_an_output_in_another_order_is_refused(ranks: int) -> None:
-    class Output(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.start, self.end = nn.Identity(), nn.Linear(HIDDEN, 5)
+    def loss(self: Any, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.end(self.start(x).flatten(0, 1)), labels.flatten())
 
-        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-            rows = self.end(self.start(x).flatten(0, 1))
-            return F.cross_entropy(rows, labels.flatten())
-
-    sch = slapo.create_schedule(Output())
+    sch = slapo.create_schedule(make(loss, start=nn.Identity(), end=nn.Linear(HIDDEN, 5)))
     sch["start"].sync("fwd_post", "scatter", axis=1)
     sch["end"].sync("fwd_post", "all_gather", axis=0, tensor_parallel_output_grad=False)
     for name in ("weight", "bias"):

@@ -46,6 +46,17 @@ class Calls(nn.Module):
         return self.mod(x)
 
 
+class SideBySide(nn.Module):
+    """Applies modules to the same inputs."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+        return tuple(part(*inputs) for part in self.parts)
+
+
 def replace_vertical(
     gm: fx.GraphModule,
     nodes: Collection[fx.Node],

@@ -377,15 +377,9 @@ def test_a_norm_that_counts_may_be_taken_out(tracer: str) -> None:
 
 
 def test_a_child_may_have_attributes_of_any_name() -> None:
-    class FromSomewhere(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc, self.origin, self.trace = nn.Linear(4, 4), "somewhere", 3
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc(x) * self.trace
-
-    plain = nn.Sequential(FromSomewhere(), nn.ReLU())
+    child: Any = make(lambda self, x: self.fc(x) * self.trace, fc=nn.Linear(4, 4))
+    child.origin, child.trace = "somewhere", 3
+    plain = nn.Sequential(child, nn.ReLU())
     for flatten in (True, False):
         assert_alike(
             rewritten(copy.deepcopy(plain), torch.rand(3, 4), flatten=flatten),

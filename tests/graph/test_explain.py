@@ -14,6 +14,7 @@ from slapo.graph.match.pattern import Pattern, call_module, trace_pattern
 from slapo.graph.match.pattern_ops import pattern_steps
 from tests.graph.rewrites import layers
 from tests.graph.rewrites import leaves_of as graph_of
+from tests.graph.served import make
 
 
 class NewGelu(nn.Module):
@@ -117,15 +118,7 @@ def test_names():
     root = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), Mlp(nn.ReLU()))
     root[1] = graph_of(root[1])
 
-    class Calls(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.mlp = root[0], root[1]
-
-        def forward(self, x):
-            return self.mlp(self.encoder(x), x)
-
-    gm = graph_of(Calls())
+    gm = graph_of(make(lambda s, x: s.mlp(s.encoder(x), x), encoder=root[0], mlp=root[1]))
     text = why(gm, "fcc1")
     assert text.startswith("'fcc1' matches none of the 5 module calls")
     assert "the graph calls 'fc1'" in text

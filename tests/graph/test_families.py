@@ -148,7 +148,7 @@ def test_a_rewritten_layer_equals_the_plain_one(name: str, how: dict[str, Any]) 
 )
 def test_all_layers_rewritten_share_their_captures(name: str) -> None:
     family = FAMILIES[name]
-    model: Any = family.build(**{"num_hidden_layers" if name != "gpt2" else "n_layer": 4})
+    model: Any = family.build(num_hidden_layers=4)
     paths, layers = zip(*each_layer(model, family), strict=True)
     sch, plain = scheduled(model, *paths, flatten=True)
     for training, batch, length, mask in CALLS:

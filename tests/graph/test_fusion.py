@@ -95,23 +95,6 @@ def test_numbers_stay(gm, compiler, pattern, training):
     assert fused.training is training
 
 
-@pytest.mark.parametrize("compiler", ["TorchScript", None])
-def test_fused_modules_follow_the_mode(gm, compiler):
-    fuse_in(gm, PATTERNS["dropout_add"], compiler=compiler)
-    x = torch.randn(BATCH, SEQ, SIZE)
-    assert not torch.equal(gm.train()(x), gm(x))
-    assert torch.equal(gm.eval()(x), gm(x))
-
-
-@pytest.mark.parametrize("compiler", ["TorchScript", None])
-def test_parameters_are_shared_and_keep_their_names(gm, compiler):
-    weight = gm.fc1.weight
-    fuse_in(gm, PATTERNS["fc_bias_gelu"], compiler=compiler)
-    inner = "fc1.weight" if compiler else "0.weight"
-    assert gm.get_parameter(f"FusedModule_0.{inner}") is weight
-    assert "fc1.weight" not in gm.state_dict()
-
-
 def test_plain_sequential(gm):
     fused = fuse_in(gm, PATTERNS["fc_bias_gelu"], compiler=None, name="FcGelu")
     assert isinstance(fused, nn.Sequential)

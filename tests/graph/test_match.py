@@ -588,19 +588,11 @@ def test_user_modules_match_by_name():
         def forward(self, x, scale=1.0, flag=None):
             return x if flag else x * scale
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.odd = Odd()
-
-        def forward(self, x, y):
-            return self.odd(x, scale=y, flag=False).relu()
-
     class Tracer(fx.Tracer):
         def is_leaf_module(self, m, name):
             return isinstance(m, Odd)
 
-    model = Model()
+    model = make(lambda self, x, y: self.odd(x, scale=y, flag=False).relu(), odd=Odd())
     gm = fx.GraphModule(model, Tracer().trace(model))
 
     def number(pattern):

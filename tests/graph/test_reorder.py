@@ -13,6 +13,7 @@ from slapo.graph.rewrite.effects import Effects
 from slapo.graph.rewrite.rules import carry_out
 from slapo.primitives.checkpoint import Checkpoint
 from tests.graph.rewrites import (
+    SideBySide,
     fuse,
     fusion_of,
     replace_horizontal,
@@ -136,19 +137,10 @@ def by_fusion(gm: fx.GraphModule, *chains: str) -> None:
     fuse(gm, chain, compiler=None, name="Fused")
 
 
-class SideBySide(nn.Module):
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-
-    def forward(self, *inputs: Any) -> tuple[Any, ...]:
-        return tuple(part(*inputs) for part in self.parts)
-
-
 def by_one_call(gm: fx.GraphModule, *chains: str) -> None:
     picked = [pick(gm, names) for names in chains]
     parts = [fusion_of(gm, chain, compiler=None) for chain in picked]
-    replace_horizontal(gm, picked, SideBySide(parts), name="Both")
+    replace_horizontal(gm, picked, SideBySide(*parts), name="Both")
 
 
 def rewrite(gm: fx.GraphModule, chains: Sequence[str]) -> None:
@@ -572,3 +564,27 @@ def test_the_way_between_is_walked_once(monkeypatch):
         return len(asked)
 
     assert steps(200) < 10.5 * steps(20)
+
+
+def fifty_times(x, b):
+    for _ in range(50):
+        x = F.gelu(x + b) * 2
+    return x
+
+
+def test_a_rewrite_never_walks_the_graph(monkeypatch):
+    gm = fx.symbolic_trace(fifty_times)
+    sums = [node for node in gm.graph.nodes if node.target is operator.add]
+
+    def walk(self):
+        raise AssertionError("walked the graph")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gm, "recompile", lambda: None)
+        patch.setattr(type(gm.graph.nodes), "__iter__", walk)
+        for number, node in enumerate(sums):
+            (gelu,) = node.users
+            new = torch.add if number < 25 else nn.Bilinear(1, 1, 1)
+            replace_vertical(gm, [node, gelu], new)
+    gm.graph.lint()
+    assert [str(n.target) for n in gm.graph.nodes if n.op == "call_module"][-1] == "Bilinear_24"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -95,15 +94,6 @@ def test_large_containers_are_traced_within_the_budget(
 
 
 @pytest.mark.slow
-def test_time_per_layer_of_containers_does_not_grow() -> None:
-    trace(tiny_llama, 2, "model")
-    times = {
-        n: statistics.median(trace(tiny_llama, n, "model")[1] for _ in range(3)) for n in (24, 96)
-    }
-    assert times[96] / 96 < 1.5 * times[24] / 24
-
-
-@pytest.mark.slow
 def test_96_flat_layers_are_traced_within_the_budget() -> None:
     flat_layers(2)
     start = time.process_time()
@@ -120,13 +110,15 @@ def test_96_flat_layers_are_traced_within_the_budget() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["trace", "first call"])
+@pytest.mark.parametrize("what", ["trace", "trace of a container", "first call"])
 def test_work_is_linear_in_the_layers(what: str) -> None:
     inputs = FAMILIES["llama"].inputs(2, 9, False)
 
     def work(layers: int) -> int:
         if what == "trace":
             return calls_of(lambda: flat_layers(layers))
+        if what == "trace of a container":
+            return calls_of(lambda: trace(tiny_llama, layers, "model"))
         model, _ = flat_layers(layers)
         return calls_of(lambda: model(**inputs, use_cache=False))
 
@@ -156,7 +148,7 @@ def test_equal_layers_are_captured_once_for_each_kind_of_call(
 
 def test_a_long_chain_runs_one_layer_only() -> None:
     family = FAMILIES["gpt2"]
-    model = family.build(n_layer=24)
+    model = family.build(num_hidden_layers=24)
     runs: list[nn.Module] = []
 
     def note(module: nn.Module, args: object) -> None:

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import slapo
-from slapo.graph.match.find import Matches, Subgraph, traced_modules
+from slapo.graph.match.find import Matches, Subgraph
 from slapo.pattern import call_module
 from tests.fingerprint import fingerprint, refused
+from tests.graph.served import make
 from tests.primitives.models import Attention, Block, Stack
 
 
@@ -146,11 +147,8 @@ def test_a_wrapped_module_is_left_too() -> None:
 
 
 def test_matches_know_what_the_arguments_stand_for() -> None:
-    class Scaled(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return F.gelu((x - y) * 3.0)
-
-    sch = slapo.create_schedule(nn.Sequential(Scaled()))
+    scaled = make(lambda self, x, y: F.gelu((x - y) * 3.0))
+    sch = slapo.create_schedule(nn.Sequential(scaled))
     matches = sch["0"].find(lambda a, b, s: F.gelu((b - a) * s))
     x, y = sch["0"].mod.graph.find_nodes(op="placeholder")
     (match,) = matches
@@ -203,15 +201,3 @@ def test_the_reason_is_not_worked_out_where_nobody_reads_it(
     assert found.why == found.why == "because"
     assert len(calls) == 1
     logger.manager._clear_cache()
-
-
-def test_the_graphs_of_a_model() -> None:
-    sch = slapo.create_schedule(Stack(2))
-    assert list(traced_modules(sch.mod)) == []
-    sch.trace()
-    sch["layers.0"].checkpoint()
-    assert [(path, graph is gm.graph) for path, gm, graph in traced_modules(sch.mod)] == [
-        ("", True),
-        ("layers.0", True),
-        ("layers.1", True),
-    ]

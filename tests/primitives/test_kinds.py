@@ -1,6 +1,7 @@
 """Rewrites hold for every kind of call: both modes, masks or none, copies, gradients."""
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import slapo
 from slapo import Schedule
 from slapo.errors import TraceError
+from tests.fingerprint import refused
+from tests.graph.rewrites import SideBySide
 from tests.graph.served import make
 
 SIZE = 4
@@ -36,20 +39,11 @@ class Layer(nn.Module):
         return self.fc2(F.gelu(self.fc1(h))) + x
 
 
-class Projections(nn.Module):
-    def __init__(self, *parts: nn.Module) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(part(x) for part in self.parts)
-
-
-def attention(scores: Tensor, value: Tensor, p: float, training: bool) -> Tensor:
+def attention(value: Tensor, scores: Tensor, p: float, training: bool) -> Tensor:
     return F.dropout(scores @ value, p, training)
 
 
-def dropped(s: Any, v: Any, p: Any, training: Any) -> Any:
+def dropped(v: Any, s: Any, p: Any, training: Any) -> Any:  # not in the order of first use
     return F.dropout(s @ v, p, training)
 
 
@@ -62,7 +56,7 @@ def replaced(sch: Schedule) -> None:
 
 
 def horizontal(sch: Schedule) -> None:
-    sch.replace(Projections(sch.mod.q, sch.mod.k, sch.mod.v), sch.find("[qkv]$"), name="QKV")
+    sch.replace(SideBySide(sch.mod.q, sch.mod.k, sch.mod.v), sch.find("[qkv]$"), name="QKV")
 
 
 def by_hand(sch: Schedule) -> None:
@@ -217,3 +211,99 @@ def test_the_mode_of_modules_that_rewrites_have_taken_out() -> None:
 
 def own_dropout(x: Tensor, p: float, training: bool) -> Tensor:
     return F.dropout(x, p, training)
+
+
+# --- which operations of another graph are meant -------------------------------------------------
+X = torch.randn(3, SIZE)
+
+
+def traced(forward: Any, **children: nn.Module) -> Schedule:
+    sch = slapo.create_schedule(make(forward, **children))
+    assert sch.trace()
+    return sch
+
+
+def gelus_of_sums(self: Any, x: Tensor) -> Tensor:
+    for _ in range(4):
+        x = F.gelu(x + 1)
+    return x if self.training else 2 * x
+
+
+def test_matches_of_one_search_are_replaced_one_by_one() -> None:
+    sch = traced(gelus_of_sums)
+    gelus, sums = sch.find(lambda x: F.gelu(x)), sch.find(lambda x: x + 1)
+    sch.replace(torch.tanh, gelus[2]).replace(torch.sin, sums[2]).replace(torch.tanh, gelus[0])
+    sch.replace(torch.cos, sch.find(lambda x: F.gelu(x))[1])
+    wanted = torch.cos(torch.tanh(torch.sin(F.gelu(torch.tanh(X + 1) + 1))) + 1)
+    torch.testing.assert_close(sch.mod(X), wanted)
+    torch.testing.assert_close(sch.mod.eval()(X), 2 * wanted)
+    graphs = [each for each in gc.get_objects() if type(each) is fx.Graph]
+    assert not any("_slapo_found" in vars(each) for each in graphs)  # it keeps erased nodes alive
+
+
+def writes_in_eval_mode(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = x * y
+    if not self.training:
+        y.add_(1)
+    return h.relu()
+
+
+def test_a_rewrite_that_may_not_be_done_is_refused() -> None:
+    sch = traced(writes_in_eval_mode)
+    sch.replace(lambda a, b: (a * b).relu(), sch.find(lambda a, b: (a * b).relu()))
+    assert torch.equal(sch.mod(X, X), X * X)
+    with pytest.raises(TraceError, match=r"cannot be applied.*'mul' would move past 'add_'"):
+        sch.mod.eval()(X, X.clone())
+
+
+def sines(self: Any, x: Tensor) -> Tensor:
+    for _ in range(4 if self.training else 3):
+        x = torch.sin(x)
+    return x
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_nodes_picked_by_hand_that_other_matches_would_overlap(place: int) -> None:
+    sch = traced(sines)
+    chain = list(sch.mod.graph.nodes)[1 + place : 3 + place]
+    sch.replace(torch.cos, [[("", node) for node in chain]])
+    for x in (X, X.double()):
+        wanted = x
+        for step in range(3):
+            wanted = torch.cos(wanted) if step == place else torch.sin(wanted)
+        torch.testing.assert_close(sch.mod(x), wanted)
+    with pytest.raises(TraceError, match="2 matches there, and 3 in the graph that is shown"):
+        sch.mod.eval()(X)
+
+
+def test_nodes_that_share_no_value() -> None:
+    sch = traced(lambda self, x, y: (y.add_(1), x.relu())[1])
+    chain = [("", node) for node in sch.mod.graph.nodes if node.op == "call_method"]
+    with refused(sch, ValueError, "parts that share no value: relu and add_"):
+        sch.replace(torch.sub, [chain])
+
+
+@pytest.mark.parametrize("compiler", ["TorchScript", None, "inductor"])
+def test_a_fusion_shares_its_modules_with_those_of_other_texts(compiler: str | None) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return F.dropout(F.gelu(self.fc(x) - 2 * x), 0.5, self.training)
+
+    plain = make(forward, fc=nn.Linear(SIZE, SIZE))
+    sch = traced(forward, fc=copy.deepcopy(plain.fc))
+    match = sch.find(lambda x: F.dropout(F.gelu(slapo.call_module("fc", x) - 2 * x)))
+    sch.fuse(match, compiler=compiler)
+    with torch.no_grad():
+        for parameter in (*sch.mod.parameters(), *plain.parameters()):
+            parameter.mul_(3.0)
+    torch.testing.assert_close(sch.mod.eval()(X), plain.eval()(X))
+
+
+@pytest.mark.parametrize("compiler", ["TorchScript", None])
+def test_modules_in_fusions_of_other_texts_follow_the_mode(compiler: str | None) -> None:
+    model: Any = make(lambda self, x: self.drop(x) * self.scale, drop=nn.Dropout(0.5))
+    model.scale = 2.0
+    sch = slapo.create_schedule(model)
+    sch.fuse(sch.find(lambda x, s: slapo.call_module("drop", x) * s), compiler=compiler)
+    model.scale = 3.0
+    assert not torch.equal(model(X), 3 * X)
+    assert torch.equal(model.eval()(X), 3 * X)

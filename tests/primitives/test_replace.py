@@ -17,6 +17,7 @@ from slapo.op import CheckPointWrapper
 from slapo.op.linear import LinearWithSyncFunc
 from slapo.weights.provenance import Source
 from tests.fingerprint import refused
+from tests.graph.served import make
 from tests.primitives.models import Attention, Block, Stack, Tied
 
 X = torch.randn(3, 4)
@@ -238,11 +239,12 @@ def test_names_take_the_first_free_number() -> None:
 
 
 def test_a_function_and_concrete_args() -> None:
-    def scaled(x: Tensor, scale: float) -> Tensor:
-        return x * scale
+    def scaled(scale: float, x: Tensor, more: float = 1.0, *, flag: bool) -> Tensor:
+        return x * scale * more if flag else x
 
     sch = slapo.create_schedule(nn.Sequential(nn.ReLU()))
-    sch.replace(scaled, sch.find(lambda x: F.relu(x)), concrete_args={"scale": 3.0})
+    constants = {"scale": 3.0, "flag": True}
+    sch.replace(scaled, sch.find(lambda x: F.relu(x)), concrete_args=constants)
     assert torch.equal(sch.mod(X), 3 * X)
 
 
@@ -366,20 +368,18 @@ def test_hooks_and_vertical() -> None:
 
 
 def test_one_node() -> None:
-    class Soft(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.softmax(x, dim=-1)
-
-    sch = slapo.create_schedule(Soft())
+    sch = slapo.create_schedule(make(lambda self, x: torch.softmax(x, dim=-1)))
 
     def log_softmax(x: Tensor, dim: int) -> Tensor:
         return torch.log_softmax(x, dim)
 
     (pair,) = sch.find_node(lambda node: node.target is torch.softmax)
+    given = ("", next(iter(sch.mod.graph.nodes)))
     sch.replace(log_softmax, pair)
     assert torch.allclose(sch.mod(X), torch.log_softmax(X, -1))
-    with refused(sch, ValueError, "call find"):
-        sch.replace(log_softmax, pair)
+    for wrong, message in ((pair, "call find"), (given, "'x' is the graph's placeholder")):
+        with refused(sch, ValueError, message):
+            sch.replace(log_softmax, wrong)
 
 
 def test_ties_and_operations() -> None:
@@ -471,9 +471,14 @@ def all_unnamed(query: Tensor, key: Tensor, scale: float) -> Tensor:
     return scores(query, key, scale)
 
 
-@pytest.mark.parametrize(
-    "new", [reference_scores, ScoresModule(), half_named, key_by_name, unnamed, all_unnamed]
-)
+def any_number(*args: Tensor) -> Tensor:
+    return scores(*args, 3.0)
+
+
+NAMED = [reference_scores, ScoresModule(), half_named, key_by_name]
+
+
+@pytest.mark.parametrize("new", [*NAMED, unnamed, all_unnamed, any_number])
 def test_values_go_to_parameters_of_the_same_name(new: Any) -> None:
     sch, match = found_scores()
     sch.replace(new, match)
@@ -506,32 +511,28 @@ def test_constants_that_the_user_gives_win() -> None:
 
 
 @pytest.mark.parametrize(
-    ("new", "message"),
+    ("new", "constants", "message"),
     [
-        (lambda q: q, r"takes 0 required arguments \(\) besides q=q, .*1 inputs \(k\)"),
-        (lambda q, x, y, z: q, r"takes 3 required arguments \(x, y, z\) besides q=q, .*\(k\)"),
+        (lambda q: q, {}, r"takes 0 required arguments \(\) besides q=q, .*1 inputs \(k\)"),
+        (lambda q, x, y, z: q, {}, r"takes 3 required arguments \(x, y, z\) besides q=q, .*\(k\)"),
+        (lambda x: x, {}, r"takes 1 required arguments \(x\).*2 inputs \(q, k\)"),
+        (lambda q, k, *, flag: q, {}, "needs the keyword argument 'flag'"),
+        (lambda q, k: q, {"z": 1}, "no parameter 'z'"),
+        (nn.GELU(), {}, r"module GELU takes 1 required arguments \(input\)"),
     ],
 )
-def test_an_input_that_is_not_taken_is_an_error(new: Any, message: str) -> None:
+def test_an_input_that_is_not_taken_is_an_error(new: Any, constants: Any, message: str) -> None:
     sch, match = found_scores()
     with refused(sch, ValueError, message):
-        sch.replace(new, match)
+        sch.replace(new, match, concrete_args=constants)
 
 
 def test_the_weight_of_a_module_can_be_an_argument() -> None:
-    class Norm(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(4)
-            nn.init.normal_(self.norm.weight)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(x).exp()
-
     def own_norm(x: Tensor, w: Tensor | None = None) -> Tensor:
         return F.layer_norm(x, (4,), w).exp()
 
-    model = Norm()
+    model: Any = make(lambda self, x: self.norm(x).exp(), norm=nn.LayerNorm(4))
+    nn.init.normal_(model.norm.weight)
     expected = model(X)
     sch = slapo.create_schedule(model)
     sch.trace()
@@ -684,3 +685,91 @@ def test_a_partial_takes_the_place_of_an_operation() -> None:
     sch.replace(functools.partial(F.gelu, approximate="tanh"), found)
     assert torch.equal(sch.mod(torch.ones(2, 4)), wanted)
     assert "gelu" in sch.mod.code
+
+
+# --- what stays, and what is given ---------------------------------------------------------------
+def test_a_shared_module_stays_while_it_is_used() -> None:
+    model = make(lambda self, x: self.fc(self.fc(x)) + self.fc.bias, fc=nn.Linear(4, 4))
+    sch = slapo.create_schedule(model)
+    for _ in range(2):
+        sch.replace(nn.Identity(), sch.find("fc")[0])
+        assert "fc" in sch  # at last its bias is still read
+    assert torch.equal(sch.mod(X), X + sch.mod.fc.bias)
+
+
+def test_modules_within_called_modules_stay() -> None:
+    block = nn.Sequential(nn.Linear(4, 4))
+    sch = slapo.create_schedule(make(lambda self, x: self.block(self.block[0](x)), block=block))
+    sch.trace(recursive=False)
+    sch.replace(nn.Identity(), sch.find(r"block\.0"))
+    assert "block.0" in sch
+    assert torch.equal(sch.mod(X), block(X))
+
+
+def split_heads(x: Tensor, fc: nn.Module, heads: int) -> Tensor:
+    return fc(x).view(x.size(0), x.shape[1], heads, -1).transpose(1, 2)
+
+
+class QkvHeads(nn.Module):
+    """Splits into heads itself, and knows the sizes itself."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(split_heads(x, part, 2) for part in self.parts)
+
+
+def shared_size(self: Any, x: Tensor) -> Tensor:
+    n = x.size(0)
+    return x.exp().view(n, -1) - x.exp().view(n, -1) * 3
+
+
+def test_sizes_are_given_only_where_they_are_taken() -> None:
+    def pattern(x: Any) -> Any:
+        return slapo.call_module("[qkv]$", x).view(1).transpose(1, 2)
+
+    parts = {name: nn.Linear(4, 4) for name in "qkv"}
+    model = make(lambda s, x: [split_heads(x, fc, 2) for fc in (s.q, s.k, s.v)], **parts)
+    x = torch.randn(3, 5, 4)
+    expected, sch = model(x), slapo.create_schedule(model)
+    sch.replace(QkvHeads(*parts.values()), sch.find(pattern))
+    assert not [node for node in sch.mod.graph.nodes if node.target == "size"]
+    torch.testing.assert_close(sch.mod(x), expected)
+
+    # A size that others share is an input, which a replacement may take or not.
+    sch = slapo.create_schedule(make(shared_size))
+    taking, leaving = sch.find(lambda x: x.exp().view(1))
+    sch.replace(lambda x, n: x.exp().view(n, -1), taking)
+    sch.replace(lambda x: x.exp().view(x.size(0), -1), leaving)
+    calls = [node for node in sch.mod.graph.nodes if "lambda" in node.name]
+    assert [len(node.args) for node in calls] == [2, 1]
+    assert torch.equal(sch.mod(X), shared_size(None, X))
+
+
+def test_a_horizontal_call_stands_after_its_inputs_and_before_its_uses() -> None:
+    def forward(self: Any, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        a, z = x.exp(), y.sin()
+        b = x * z
+        return a * 2, (x + z), b
+
+    sch = slapo.create_schedule(make(forward))
+    sch.trace()
+    nodes = {node.name: ("", node) for node in sch.mod.graph.nodes}
+    sch.replace(lambda x, z: (x + z, x * z), [[nodes["add"]], [nodes["mul"]]])
+    torch.testing.assert_close(sch.mod(X, X), forward(None, X, X))
+
+
+def test_horizontal_refusals() -> None:
+    sch = slapo.create_schedule(make(lambda s, x, y: x.exp() + y.exp() + x.exp().relu()))
+    first, second, third = sch.find(lambda a: a.exp())
+    (relu,) = sch.find(lambda a: a.relu())
+    for new, matches, message in (
+        (lambda *args: args, [first, second], r"different inputs: \[x\] and \[y\]"),
+        (lambda *args: args, [third, relu], "subgraph 0 feeds subgraph 1"),
+        (lambda *args: args, [first, first], "is in several of the subgraphs"),
+        (lambda a, b: a, [first, third], r"takes 1 required arguments \(b\)"),
+    ):
+        with refused(sch, ValueError, message):
+            sch.replace(new, matches)

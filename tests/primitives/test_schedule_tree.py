@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import slapo
 from slapo import Primitive, Schedule
 from slapo.primitives import base
+from slapo.verify.placement.offline import fake_world
 from tests.fingerprint import fingerprint, refused
 from tests.primitives.models import Block, Stack, Tied
 
@@ -158,13 +161,6 @@ def test_globs_are_relative_to_the_node() -> None:
     sch = slapo.create_schedule(Stack())
     assert [node.path for node in sch.select("**")] == paths(sch)[1:]
     assert [node.path for node in sch["layers.1"].select("fc*")] == ["layers.1.fc1", "layers.1.fc2"]
-
-
-@pytest.mark.parametrize("pattern", ["layer.*", "layers.*.fc3", "fc1"])
-def test_a_glob_that_matches_nothing(pattern: str) -> None:
-    sch = slapo.create_schedule(Stack())
-    with pytest.raises(ValueError, match=r"matches no module.*nearest paths are"):
-        sch.select(pattern)
 
 
 @pytest.mark.parametrize("pattern", ["", None, 3])
@@ -445,3 +441,38 @@ def test_models_are_not_kept_for_that() -> None:
     del sch
     gc.collect()
     assert model() is None
+
+
+# --- groups and ranks ----------------------------------------------------------------------------
+def test_one_of_several_processes_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    message = "process 1 of 4 .*not initialized.*init_process_group"
+    with pytest.warns(UserWarning, match=message):
+        assert slapo.create_schedule(nn.ReLU()).world_size == 1
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert slapo.create_schedule(nn.ReLU()).world_size == 1
+    monkeypatch.delenv("RANK")
+    monkeypatch.setenv("WORLD_SIZE", "4")  # schedulers set it too; alone it says nothing
+    assert slapo.create_schedule(nn.ReLU()).world_size == 1
+
+
+def test_a_group_without_this_process(pair: None) -> None:
+    other = dist.new_group([0])
+    with pytest.raises((TypeError, ValueError), match="contains this process"):
+        slapo.create_schedule(nn.ReLU(), group=other)
+
+
+def test_meshes() -> None:
+    with fake_world(8, 5):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        with pytest.raises(
+            ValueError, match=r"mesh of 2 dimensions \('dp', 'tp'\).*mesh\[\"tp\"\]"
+        ):
+            slapo.create_schedule(nn.ReLU(), group=mesh)
+        sch = slapo.create_schedule(nn.Sequential(nn.ReLU()), group=mesh["tp"])
+        assert (sch.rank, sch.world_size) == (1, 4)
+        assert (sch["0"].rank, sch["0"].world_size) == (1, 4)
+        assert sch["0"].group is sch.group
+        default = slapo.create_schedule(nn.ReLU())
+        assert (default.rank, default.world_size) == (5, 8)

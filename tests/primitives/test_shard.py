@@ -158,7 +158,7 @@ class OwnForward(nn.Linear):
         return super().forward(x) * 2
 
 
-#: Beside those of ``tests/mistakes/of_primitives.py``.
+#: Beside those of ``tests/golden/mistakes``.
 BAD: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any], str]] = {
     "parts of other sizes": (
         lambda: nn.Linear(4, 8),
@@ -342,14 +342,6 @@ def test_shards_are_noted_on_the_node(pair: None) -> None:
     sch["0"].shard("weight", 0)
     assert sch["0"].metadata.primitives["shard"]["weight"].axis == 0
     assert re.search(r"0: Linear.*<- shard\('weight', 0\)", str(sch))
-
-
-def test_weight_and_bias_are_split_in_the_same_blocks() -> None:
-    sch = slapo.create_schedule(nn.Linear(4, 12))
-    sch.shard("weight", 0, blocks=3)
-    with pytest.raises(ValueError, match="pass the same blocks to both"):
-        sch.shard("bias", 0)
-    sch.shard("bias", 0, blocks=3)
 
 
 def test_a_table_with_a_forward_of_its_own_is_not_masked() -> None:

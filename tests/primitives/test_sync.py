@@ -1,5 +1,6 @@
 """``.sync``: what is registered where, and the syncs that contradict a sharded module."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -71,7 +72,7 @@ def test_each_op_in_each_mode(op: str, modes: set[str], kwargs: Any) -> None:
                 sch.sync(mode, op, **kwargs)
 
 
-#: Schedule, call and message; beside those of ``tests/mistakes/of_primitives.py``.
+#: Schedule, call and message; beside those of ``tests/golden/mistakes``.
 BAD: dict[str, tuple[Callable[[], Schedule], tuple[Any, ...], dict[str, Any], str]] = {
     "scatter a partial sum": (row, ("fwd_post", "scatter"), {"axis": 1}, "Partial()"),
     "reshard a partial sum": (row, ("fwd_post", "RS->RR"), {}, "Partial()"),
@@ -229,15 +230,8 @@ def test_masks_of_ones_own_are_not_doubled(pair: None) -> None:
 
 
 def test_a_module_that_is_not_called_any_more_is_refused() -> None:
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.relu(self.fc(x))
-
-    sch = slapo.create_schedule(nn.Sequential(Inner(), nn.ReLU()))
+    inner = nn.Sequential(OrderedDict(fc=nn.Linear(2, 2), act=nn.ReLU()))
+    sch = slapo.create_schedule(nn.Sequential(inner, nn.ReLU()))
     sch.trace(flatten=True)
     with refused(sch, slapo.SlapoError, "'0' was inlined when the root"):
         sch["0"].sync("fwd_post", "all_reduce")

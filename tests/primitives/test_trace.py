@@ -1,11 +1,12 @@
 """``.trace`` and ``.trace_until``: same names, same state, same values, or nothing at all."""
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 import slapo
 from tests.fingerprint import fingerprint, refused
@@ -84,19 +85,13 @@ def test_a_failure_names_the_module_the_reason_and_what_to_pass(tracer: str) -> 
 
 
 # --- trace_until -----------------------------------------------------------------------------
-class Outer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = Stack(3)
-        self.tail = Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.tail(self.body(x))
+def outer() -> Any:
+    return nn.Sequential(OrderedDict(body=Stack(3), tail=Block()))
 
 
 @pytest.mark.parametrize("paths", ["body", ["body"]])
 def test_containers_down_to_a_path(paths: Any) -> None:
-    model = Outer()
+    model = outer()
     reference = copy.deepcopy(model)
     blocks = list(model.body.layers)
     sch = slapo.create_schedule(model)
@@ -124,7 +119,7 @@ def test_a_capture_of_what_was_fused(compiler: str | None) -> None:
 
 
 def test_trace_until_has_no_tracer_of_flat_graphs() -> None:
-    sch = slapo.create_schedule(Outer())
+    sch = slapo.create_schedule(outer())
     with refused(sch, ValueError, "unknown tracer 'dynamo'"):
         sch.trace_until("body", tracer="dynamo")
 

@@ -1,5 +1,6 @@
 """Models, and the tensor-parallel schedules of them, that must compute what one process does."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -202,16 +203,10 @@ class Resharded(nn.Module):
         return self.d(x) ** 2
 
 
-class Twice(nn.Module):
+def twice() -> nn.Module:
     """One layer at two places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(HIDDEN, HIDDEN)
-        self.second = self.first
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))
+    layer = nn.Linear(HIDDEN, HIDDEN)
+    return nn.Sequential(OrderedDict(first=layer, act=nn.Tanh(), second=layer))
 
 
 # --- schedules -------------------------------------------------------------------------------
@@ -554,7 +549,7 @@ CASES: dict[str, Case] = {
     "column gathered": Case(Mlp, column_gathered, X),
     "column gathered for parts": Case(lambda: Mlp(out=HIDDEN), column_gathered_in_parts, X),
     "row with a resharded input": Case(Mlp, row_with_resharded_input, X),
-    "one layer at two places": Case(Twice, shared_layer, X),
+    "one layer at two places": Case(twice, shared_layer, X),
     "Conv1D, packed": Case(HfAttention, hf_attention, WIDER),
     "FlashAttention": Case(lambda: FlashAttention(16, 4, causal=True), flash_attention, WIDER),
     "FlashAttention, packed": Case(

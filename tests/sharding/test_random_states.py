@@ -1,5 +1,8 @@
 """Dropout on several ranks: masks that differ where activations do, and come back the same."""
 
+from collections import OrderedDict
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,22 +13,15 @@ from tests.distributed import run_distributed
 pytestmark = pytest.mark.distributed
 
 
-class Drops(nn.Module):
+def drops() -> Any:
     """A dropout on replicated and one on sharded activations, around a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.whole = nn.Dropout(0.5)
-        self.fc = nn.Linear(16, 16)
-        self.part = nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.part(torch.tanh(self.fc(self.whole(x))))
+    inside = {"fc": nn.Linear(16, 16), "act": nn.Tanh()}
+    return nn.Sequential(OrderedDict(whole=nn.Dropout(0.5), **inside, part=nn.Dropout(0.5)))
 
 
 def masks(rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor]:
     slapo.set_random_seed(3, tp_rank=rank)
-    model = Drops()
+    model = drops()
     sch = slapo.create_schedule(model)
     assert sch["part"].fork_rng().mod.mod is model.part.mod
     ones = torch.ones(5, 7)
@@ -56,7 +52,7 @@ def recomputed(rank: int, order: str, reentrant: bool) -> Tensor:
     for checkpointed in (False, True):
         slapo.set_random_seed(3, tp_rank=rank)
         torch.manual_seed(1)
-        model = Drops()
+        model = drops()
         sch = slapo.create_schedule(model)
         if order == "fork inside":
             sch["part"].fork_rng()

@@ -166,21 +166,12 @@ def test_mistakes_are_refused(heads: int, eager: bool) -> None:
 
 
 def test_a_row_layer_counts_what_ranks_share_twice() -> None:
-    class Values(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.v, self.out = nn.Linear(HIDDEN, 4), nn.Linear(4, HIDDEN)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(self.v(x))
-
     with fake_world(4, 3):
-        sch = slapo.create_schedule(Values())
-        sch["v"].shard("weight", 0, parts=2).shard("bias", 0, parts=2).sync(
-            "bwd_post", "all_reduce"
-        )
-        sch["out"].shard("weight", 1, parts=2).sync("fwd_post", "all_reduce")
+        sch = slapo.create_schedule(nn.Sequential(nn.Linear(HIDDEN, 4), nn.Linear(4, HIDDEN)))
+        values = sch["0"].shard("weight", 0, parts=2).shard("bias", 0, parts=2)
+        values.sync("bwd_post", "all_reduce")
+        sch["1"].shard("weight", 1, parts=2).sync("fwd_post", "all_reduce")
         with pytest.raises(PlacementError, match="would each count it"):
             check(sch, X)
         with pytest.raises(ValueError, match=r"is Shard\(-1, copies=2\), which no collective"):
-            sch["v"].sync("fwd_post", "all_gather", axis=-1)
+            values.sync("fwd_post", "all_gather", axis=-1)

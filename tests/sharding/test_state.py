@@ -238,7 +238,7 @@ def column(sch: slapo.Schedule, blocks: int = 1) -> slapo.Schedule:
     return sch.shard("weight", 0, blocks=blocks).shard("bias", 0, blocks=blocks)
 
 
-#: Module, what is applied to it, and what is said of that, if anything; beside ``tests/mistakes``.
+#: Module, what is applied to it, and what is said of it, if anything; beside ``golden/mistakes``.
 MISTAKES: list[tuple[Callable[[], nn.Module], Callable[[slapo.Schedule], Any], str]] = [
     (
         lambda: nn.PReLU(2),

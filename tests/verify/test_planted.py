@@ -46,12 +46,6 @@ def check_planted(names: list[str], told: list[tuple[str, str]]) -> None:
     assert {name: said for name, said in found.items() if not is_right(name, said[1])} == {}
 
 
-def test_there_are_enough_of_both() -> None:
-    assert len(PLANTED) >= 40
-    assert len(RIGHT) >= 60
-    assert {case.family for case in PLANTED.values()} >= {"gpt2", "bert", "llama", "qwen3", "t5"}
-
-
 def test_mistakes_in_one_process() -> None:
     names = of_ranks(PLANTED, 1)
     check_planted(names, messages(0, 1, names))

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
 import slapo
 from slapo.verify.numeric.rank_sync import RankSync
@@ -154,62 +153,6 @@ def test_those_that_wait_in_the_model_are_told_when_the_process_has_ended(tmp_pa
     for rank in (0, 2):
         assert "VerificationError: Verify failed on rank 1 with" in outcome.texts[rank]
         assert outcome.seconds[rank] - outcome.seconds[1] < 15
-
-
-def gpt2_without_heads(sch: slapo.Schedule) -> None:
-    sch["wte"].checkpoint()
-    for block in sch.select("h.*"):
-        block["attn.c_attn"].shard("weight", axis=1, blocks=3).shard("bias", axis=0, blocks=3)
-        block["attn.c_proj"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
-
-
-def llama_with_few_heads(sch: slapo.Schedule) -> None:
-    attention = sch["layers.0.self_attn"]
-    for name in ("q_proj", "k_proj", "v_proj"):
-        attention[name].shard("weight", axis=0)
-    attention["o_proj"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
-
-
-def models(rank: int, world: int) -> list[str]:
-    slapo.set_random_seed(2013)
-    cases = [
-        (GPT2Model(GPT2Config(n_layer=2, n_embd=16, n_head=4, vocab_size=50)), gpt2_without_heads),
-        (
-            LlamaModel(
-                LlamaConfig(
-                    hidden_size=16,
-                    intermediate_size=32,
-                    num_hidden_layers=1,
-                    num_attention_heads=2,
-                    num_key_value_heads=1,
-                    vocab_size=50,
-                )
-            ),
-            llama_with_few_heads,
-        ),
-    ]
-    found = []
-    for model, schedule in cases:
-        sch = slapo.create_schedule(model)
-        try:
-            with slapo.Verify(sch, {"input_ids": torch.arange(10).reshape(2, 5)}):
-                schedule(sch)
-        except slapo.VerificationError as error:
-            found.append(str(error))
-    return found
-
-
-def test_the_module_that_was_running_is_named_with_its_own_primitives() -> None:
-    for gpt2, llama in run_distributed(models, 2):
-        assert "fails with ValueError in 'h.0.attn' (GPT2Attention): " in gpt2
-        assert 'sch["h.0.attn.c_attn"].shard' in gpt2
-        assert "h.1" not in gpt2
-        assert "checkpoint" not in gpt2
-        assert "keeps embed_dim=16, num_heads=4, split_size=16: set full sizes" in gpt2
-        assert 'sch["h.0.attn"].set(name, whole=...)' in gpt2
-        assert "fails with RuntimeError in 'layers.0.self_attn' (LlamaAttention): " in llama
-        assert 'sch["layers.0.self_attn.k_proj"].shard' in llama
-        assert "num_key_value_heads=1 cannot be split into whole heads over 2 ranks" in llama
 
 
 class OnOneRank(nn.Module):

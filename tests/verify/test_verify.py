@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import re
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +17,7 @@ from slapo.op import FusedQKV
 from slapo.sharding.shards import shards_of
 from slapo.weights.provenance import Source
 from tests.distributed import run_distributed
+from tests.graph.served import make
 from tests.primitives.models import Stack, Tied
 
 X = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(1))
@@ -28,15 +29,9 @@ class WrongGELU(nn.Module):
         return F.gelu(x, approximate="tanh")
 
 
-class Acted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.act = nn.GELU()
-        self.last = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.act(self.first(x)))
+def acted() -> nn.Module:
+    layers = OrderedDict(first=nn.Linear(4, 4), act=nn.GELU(), last=nn.Linear(4, 4))
+    return nn.Sequential(layers)
 
 
 class WrongGradient(nn.Module):
@@ -72,7 +67,7 @@ def test_an_equal_schedule_passes() -> None:
 
 
 def test_a_wrong_output_names_the_module_and_the_line() -> None:
-    sch = slapo.create_schedule(Acted())
+    sch = slapo.create_schedule(acted())
     with pytest.raises(slapo.VerificationError, match=r"first at 'act' \(WrongGELU\)") as info:
         with slapo.Verify(sch, X):
             sch["last"].checkpoint()
@@ -112,21 +107,21 @@ class InTuple(nn.Module):
 #: The original's path, what is put there instead, and what is said of it.
 REPLACED: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Any], nn.Module], str]] = {
     "gradient": (
-        Acted,
+        acted,
         "act",
         lambda old: WrongGradient(),
         r"outputs agree, but the gradient.*'act' \(WrongGradient\) is the first to return",
     ),
-    "failure": (Acted, "act", lambda old: nn.Unflatten(-1, (3, 3)), "fails with RuntimeError"),
+    "failure": (acted, "act", lambda old: nn.Unflatten(-1, (3, 3)), "fails with RuntimeError"),
     "type": (lambda: nn.Sequential(nn.Identity()), "0", lambda old: InTuple(), "tuple"),
     "number": (lambda: nn.Sequential(Count(1)), "0", lambda old: Count(2), r"output\[1\]"),
     "shape": (
-        Acted,
+        acted,
         "last",
         lambda old: nn.Linear(4, 5),
         r"'last.weight' has shape \(5, 4\) and had \(4, 4\)",
     ),
-    "a parameter that moved": (Acted, "last", Detached, r"gradient of 'last\.weight'"),
+    "a parameter that moved": (acted, "last", Detached, r"gradient of 'last\.weight'"),
     "buffer": (
         lambda: nn.Sequential(nn.BatchNorm1d(4)),
         "0",
@@ -148,7 +143,7 @@ def test_what_a_replacement_changes_is_found(name: str) -> None:
 
 
 def test_an_error_in_the_block_goes_through_and_nothing_is_verified() -> None:
-    sch = slapo.create_schedule(Acted())
+    sch = slapo.create_schedule(acted())
     with pytest.raises(KeyError, match="nearest"), slapo.Verify(sch, X):
         sch["act"].replace(WrongGELU())
         sch["actt"].replace(nn.GELU())
@@ -158,23 +153,9 @@ def test_an_error_in_the_block_goes_through_and_nothing_is_verified() -> None:
 
 
 def test_disabled_does_nothing() -> None:
-    sch = slapo.create_schedule(Acted())
+    sch = slapo.create_schedule(acted())
     with slapo.Verify(sch, X, enable=False):
         sch["act"].replace(WrongGELU())
-
-
-def test_what_cannot_be_verified_is_refused() -> None:
-    sch = slapo.create_schedule(Stack(2))
-    sch.trace(recursive=False)
-    with pytest.raises(slapo.SlapoError, match="cut_pipeline_stage"), slapo.Verify(sch, X):
-        sch["layers.0"].cut_pipeline_stage()
-
-
-def test_arguments_are_checked() -> None:
-    with pytest.raises(TypeError, match="takes a schedule"):
-        slapo.Verify(Acted(), X)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="example_inputs"):
-        slapo.Verify(slapo.create_schedule(Acted()), "x")
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -263,27 +244,18 @@ def test_a_node_below_the_root_and_a_loss_function() -> None:
 
 
 # --- several processes ---------------------------------------------------------------------------
-def _shard(sch: slapo.Schedule, mistake: str) -> None:
-    for block in sch.select("layers.*"):
-        block["fc1"].shard("weight", 0).shard("bias", 0)
-        if mistake != "no gradient sum":
-            block["fc1"].sync("bwd_post", "all_reduce")
-        block["fc2"].shard("weight", 1)
-        if mistake != "no sum":
-            block["fc2"].sync("fwd_post", "all_reduce")
 
 
-def _verify(rank: int, world_size: int, mistake: str, empty: bool) -> str:
+def _verify(rank: int, world_size: int, empty: bool) -> str:
     torch.manual_seed(0)
     with slapo.init_empty_weights(enable=empty):
         model = Stack(2, size=8)
     sch = slapo.create_schedule(model)
     torch.manual_seed(rank)  # every rank's own inputs: those of rank 0 count
-    try:
-        with slapo.Verify(sch, torch.randn(3, 5, 8)):
-            _shard(sch, mistake)
-    except slapo.VerificationError as error:
-        return str(error)
+    with slapo.Verify(sch, torch.randn(3, 5, 8)):
+        for block in sch.select("layers.*"):
+            block["fc1"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
+            block["fc2"].shard("weight", 1).sync("fwd_post", "all_reduce")
     specs = [shards_of(m) for m in model.modules()]
     assert sum(len(s) for s in specs) == 6
     return "equal"
@@ -292,19 +264,7 @@ def _verify(rank: int, world_size: int, mistake: str, empty: bool) -> str:
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("empty", [False, True])
 def test_tensor_parallel(world_size: int, empty: bool) -> None:
-    assert run_distributed(_verify, world_size, "", empty) == ["equal"] * world_size
-
-
-@pytest.mark.parametrize(
-    ("mistake", "said"),
-    [
-        ("no sum", r"add of \(3, 5, 8\) Partial\(\) \(since mm in 'layers.0.fc2'\).*fc2\"\].shard"),
-        ("no gradient sum", r'add sch\["layers.1.fc1"\].sync\("bwd_post", "all_reduce"\)'),
-    ],
-)
-def test_a_missing_sum_is_named_on_every_rank(mistake: str, said: str) -> None:
-    for message in run_distributed(_verify, 2, mistake, False):
-        assert re.search(said, message, re.DOTALL)
+    assert run_distributed(_verify, world_size, empty) == ["equal"] * world_size
 
 
 def _other_on_one_rank(sch: slapo.Schedule, rank: int) -> None:
@@ -328,9 +288,9 @@ def _bare_table(sch: slapo.Schedule, rank: int) -> None:
 
 #: A model, its inputs, what is done to it, and what is said on both ranks.
 ON_RANKS: dict[str, tuple[Callable[[], nn.Module], Tensor, Callable[..., None], str]] = {
-    "a difference on one rank": (Acted, X, _other_on_one_rank, "first at 'act'"),
+    "a difference on one rank": (acted, X, _other_on_one_rank, "first at 'act'"),
     "a tied head sums both gradients": (Tied, TOKENS, _tied, "equal"),
-    "gradients of inputs": (Acted, X, _first_layer, "gradient of '<input 0>' differs"),
+    "gradients of inputs": (acted, X, _first_layer, "gradient of '<input 0>' differs"),
     "the words of build": (
         Tied,
         TOKENS,
@@ -417,33 +377,19 @@ def test_a_replacement_of_an_earlier_block_is_an_original_later() -> None:
 
 
 def test_a_gradient_that_should_not_be_there_is_found() -> None:
-    class Frozen(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(4, 4)
+    def frozen(self: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = self.fc(x)
+        return y + x
 
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                y = self.fc(x)
-            return y + x
-
-    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), Frozen()))
-    layer = sch["1.fc"].mod
-
-    class Thawed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = layer
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc(x) + x
-
+    layer = nn.Linear(4, 4)
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), make(frozen, fc=layer)))
     with pytest.raises(slapo.VerificationError, match="gradient"), slapo.Verify(sch, X):
-        sch["1"].replace(Thawed())
+        sch["1"].replace(make(lambda self, x: self.fc(x) + x, fc=layer))
 
 
 def test_gradients_inside_a_fusion_are_compared() -> None:
-    sch = slapo.create_schedule(Acted())
+    sch = slapo.create_schedule(acted())
     with slapo.Verify(sch, X) as verify:
         match = sch.find(lambda x: F.gelu(slapo.call_module("first", x)))
         sch.fuse(match)
@@ -469,10 +415,10 @@ class Declared(Own):
 
 
 def test_parameters_that_nothing_accounts_for_are_refused() -> None:
-    sch = slapo.create_schedule(Acted())
+    sch = slapo.create_schedule(acted())
     told = r"'last\.weight' is a parameter of the original and is gone.* of 'last' \(Own\)"
     with pytest.raises(slapo.VerificationError, match=told), slapo.Verify(sch, X):
         sch["last"].replace(Own(sch["last"].mod))
-    sch = slapo.create_schedule(Acted())
+    sch = slapo.create_schedule(acted())
     with slapo.Verify(sch, X):
         sch["last"].replace(Declared(sch["last"].mod))

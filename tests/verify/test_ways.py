@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import slapo
 from tests.distributed import run_distributed
+from tests.graph.served import make
 from tests.sharding.families import FAMILIES, Steps
 from tests.verify.models import build, inputs
 
@@ -46,18 +47,11 @@ def test_what_refuses_float64_is_compared_in_its_own_dtype(
     assert "Verify does not compare in torch.float64" in caplog.text
 
 
-class Half(nn.Module):
-    """Gives another dtype than it takes."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.bfloat16()
-
-
 def test_an_output_of_another_dtype_is_told_before_numbers() -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Identity()))
     told = r"output has dtype torch.bfloat16, the original's has torch.float32"
     with pytest.raises(slapo.VerificationError, match=told), slapo.Verify(sch, X):
-        sch["1"].replace(Half())
+        sch["1"].replace(make(lambda self, x: x.bfloat16()))
 
 
 def test_a_difference_far_below_float32_is_found() -> None:
@@ -67,20 +61,13 @@ def test_a_difference_far_below_float32_is_found() -> None:
 
 
 def test_constants_are_perturbed_alike_where_they_are_tied() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-            nn.init.zeros_(self.first.bias)
-            self.last.bias = self.first.bias
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.first(x))
-
-    sch = slapo.create_schedule(Tied())
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    nn.init.zeros_(model[0].bias)
+    model[1].bias = model[0].bias
+    sch = slapo.create_schedule(model)
     with slapo.Verify(sch, X):
-        sch["first"].checkpoint()
-    assert not sch.mod.first.bias.detach().any()
+        sch["0"].checkpoint()
+    assert not sch.mod[0].bias.detach().any()
 
 
 def test_masks_and_positions_keep_their_values() -> None:
