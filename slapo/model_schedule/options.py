@@ -189,9 +189,10 @@ def _check_names(base: Schedule, recipe: Recipe, options: Options, config: Any) 
     if attributes:
         wrong["attributes"] = " ".join(sorted(attributes))
     if wrong:
+        hint = f"; {base.describe_unknown(absent[0].replace('*', '0'))}" if absent else ""
         raise ValueError(
-            f"the recipe names entries that {type(model).__name__} and its config lack: {wrong}; "
-            "fix the table, or pass the key of the model's own family"
+            f"the recipe names entries that {type(model).__name__} and its config lack: {wrong}"
+            f"{hint}; fix the table, or pass the key of the model's own family or 'auto'"
         )
     return entries
 
@@ -200,8 +201,8 @@ def _check_known(entries: list[Entry]) -> None:
     """Refuse parameters inside a sharded block that the recipe does not name."""
     handled = {e.node.path for e in entries if not e.words or e.has(OF_PARAMETERS)}
     for node in (entry.node for entry in entries if entry.has(OF_ENTRIES)):
-        names = [f"{node.path}.{name}" for name, _ in node.mod.named_parameters()]
-        unknown = [name for name in names if not is_within(name, handled)]
+        names = [name for name, _ in node.mod.named_parameters()]
+        unknown = [name for name in names if not is_within(f"{node.path}.{name}", handled)]
         if unknown:
             raise ValueError(
                 f"{node.path} ({type(node.mod).__name__}) has the parameters {unknown} in a "

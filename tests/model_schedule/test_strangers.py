@@ -43,10 +43,15 @@ def stranger(name: str, config: str = "", **settings: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "key", "settings", "says"),
     [
-        ("Qwen3", "llama", {}, r"\['self_attn.q_norm.weight', 'self_attn.k_norm.weight'\] in a"),
+        ("Qwen3", "llama", {}, r"\['q_norm.weight', 'k_norm.weight'\] in a"),
         ("Gemma3", "llama", {"config": "Gemma3TextConfig", "head_dim": 8}, "self_attn.q_norm"),
         ("Qwen2Moe", "mixtral", {"moe_intermediate_size": 32}, "mlp.shared_expert.gate_proj.w"),
-        ("Starcoder2", "llama", {}, r"mlp.c_fc.weight.*key of the model's own family or 'auto'"),
+        (
+            "Starcoder2",
+            "llama",
+            {},
+            r"lack: .*mlp.gate_proj.*key of the model's own family or 'auto'",
+        ),
         (
             "StableLm",
             "llama",
