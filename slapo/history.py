@@ -73,10 +73,6 @@ class Record:
         arguments = ", ".join(f"{k}={v}" for k, v in self.arguments.items())
         return f"{spelled(self.path)}.{self.primitive}({arguments})"
 
-    def same_as(self, other: Record) -> bool:
-        """Compare everything but the location, which may differ between machines."""
-        return (self.call(), self.identity) == (other.call(), other.identity)
-
     def as_written(self) -> str:
         """The primitive and its arguments as the caller wrote them, without the path."""
         items = enumerate(self.arguments.items())

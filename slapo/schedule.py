@@ -139,9 +139,10 @@ class Schedule(Node):
         --------
         >>> import slapo
         >>> sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-        >>> before = sch["0"].checkpoint().record
-        >>> print(before.diff(sch["1"].replace(nn.GELU()).record))
-        step 1 of the second: sch["1"].replace(new_mod=GELU) is missing in the first
+        >>> before = sch.record
+        >>> print(before.diff(sch["0"].checkpoint().record))
+        @@ -0,0 +1 @@
+        +sch["0"].checkpoint()
         """
         return ScheduleRecord(self.history, self.world_size, self.get_top_schedule().path)
 

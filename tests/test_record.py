@@ -931,24 +931,12 @@ BASE = (
     ("lines", "text"),
     [
         (BASE, ""),
-        (BASE[:2] + BASE[3:], 'step 2: sch["layers.1"].checkpoint() is missing in the second'),
+        (BASE[:2] + BASE[3:], '@@ -3 +2,0 @@\n-sch["layers.1"].checkpoint()'),
+        ((*BASE, 'sch["head"].checkpoint()'), '@@ -4,0 +5 @@\n+sch["head"].checkpoint()'),
         (
-            (*BASE, 'sch["head"].checkpoint()'),
-            'step 4 of the second: sch["head"].checkpoint() is missing in the first',
-        ),
-        (
-            ('sch["layers.0.fc1"].shard("weight", axis=1, blocks=2)', *BASE[1:]),
-            'step 0: sch["layers.0.fc1"].shard: axis is 0 in the first and 1 in the second; blocks '
-            "is not given in the first and 2 in the second",
-        ),
-        (
-            (BASE[2], *BASE[:2], BASE[3]),
-            'step 2: sch["layers.1"].checkpoint() is step 0 in the second',
-        ),
-        (
-            (*BASE[:3], 'sch["layers.1.drop"].replace(nn.GELU("tanh"))'),
-            'step 3: sch["layers.1.drop"].replace(new_mod=GELU): a module or function of that name '
-            "is a different one in the second",
+            ('sch["head"].shard("weight", axis=1)', *BASE[1:]),
+            "@@ -1 +1 @@\n-sch[\"layers.0.fc1\"].shard(tensor_name='weight', axis=0)\n"
+            "+sch[\"head\"].shard(tensor_name='weight', axis=1)",
         ),
     ],
 )
@@ -958,6 +946,12 @@ def test_differences(lines: tuple[str, ...], text: str, tmp_path: Path) -> None:
     second.save(tmp_path / "record")
     assert first.diff(ScheduleRecord.load(tmp_path / "record")) == text
     assert bool(second.diff(first)) is bool(text)
+
+
+def test_modules_of_one_class_differ_by_their_fingerprint() -> None:
+    other = record_of(*BASE[:3], 'sch["layers.1.drop"].replace(nn.GELU("tanh"))')
+    line = r'sch\["layers.1.drop"\].replace\(new_mod=GELU\)  # \w{16}'
+    assert re.fullmatch(rf"@@ -4 \+4 @@\n-{line}\n\+{line}", record_of(*BASE).diff(other))
 
 
 def test_what_is_compared() -> None:

@@ -6,12 +6,12 @@ import json
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import SequenceMatcher
+from difflib import unified_diff
 from pathlib import Path
 from typing import Any, overload
 
 from slapo.errors import SlapoError
-from slapo.history import Record, digest, spelled
+from slapo.history import Record, digest
 from slapo.record.parts import Part, decode, encode, walk
 
 FORMAT = "slapo.schedule"
@@ -77,9 +77,10 @@ class ScheduleRecord(Sequence[Record]):
         return digest(self.records)
 
     def diff(self, other: ScheduleRecord) -> str:
-        """Return the differences between two records, one line each; empty if there are none.
+        """Return the differences between two records, in the form of ``diff -u0``.
 
-        Source lines and group sizes are not compared.
+        It is empty if there are none. Source lines and group sizes are not compared. Functions and
+        modules of one name differ in the fingerprint behind the call.
 
         Examples
         --------
@@ -88,7 +89,9 @@ class ScheduleRecord(Sequence[Record]):
         ...     sch = slapo.create_schedule(torch.nn.Sequential(torch.nn.Linear(4, 4)))
         ...     return sch["0"].shard("weight", axis=axis).record
         >>> print(record(0).diff(record(1)))
-        step 0: sch["0"].shard: axis is 0 in the first and 1 in the second
+        @@ -1 +1 @@
+        -sch["0"].shard(tensor_name='weight', axis=0)
+        +sch["0"].shard(tensor_name='weight', axis=1)
         >>> record(0).diff(record(0))
         ''
         """
@@ -97,7 +100,8 @@ class ScheduleRecord(Sequence[Record]):
                 f"diff compares with another record, got {type(other).__name__}; pass sch.record, "
                 "or slapo.ScheduleRecord.load(path)"
             )
-        return _describe_difference(self.records, other.records)
+        first, second = (list(map(_comparable, each.records)) for each in (self, other))
+        return "\n".join([*unified_diff(first, second, n=0, lineterm="")][2:])
 
     # --- files -------------------------------------------------------------------------------
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -173,6 +177,10 @@ class ScheduleRecord(Sequence[Record]):
         return cls(records, world_size, data.get("root", ""))
 
 
+def _comparable(record: Record) -> str:
+    return record.call() + (f"  # {record.identity}" if record.identity else "")
+
+
 _WRITE_ANEW = "write it again with sch.record.save(path)"
 
 
@@ -202,72 +210,3 @@ def _decoded(step: int, data: Mapping[str, Any], path: str | os.PathLike[str]) -
         return Record(name, primitive, given, location, positional, identity)
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: step {step}: {_described(error)}; {_WRITE_ANEW}") from error
-
-
-# --- differences ----------------------------------------------------------------------------------
-_Step = tuple[int, Record]
-
-
-def _describe_difference(first: Sequence[Record], second: Sequence[Record]) -> str:
-    """Describe each difference in a line, in order of the steps."""
-    only_first, only_second = _unmatched(first, second)
-    found = list(_moved(only_first, only_second))
-    found += _changed(only_first, only_second)
-    found += [(step, 0, _missing(step, record, "second")) for step, record in only_first]
-    found += [(step, 1, _missing(step, record, "first")) for step, record in only_second]
-    return "\n".join(line for *_, line in sorted(found))
-
-
-def _unmatched(
-    first: Sequence[Record], second: Sequence[Record]
-) -> tuple[list[_Step], list[_Step]]:
-    """Return the steps of each record without a partner at the same place of the other."""
-    one, other = ([(record.call(), record.identity) for record in side] for side in (first, second))
-    left: list[_Step] = []
-    right: list[_Step] = []
-    matcher = SequenceMatcher(None, one, other, autojunk=False)
-    for kind, start, end, other_start, other_end in matcher.get_opcodes():
-        if kind != "equal":
-            left += ((step, first[step]) for step in range(start, end))
-            right += ((step, second[step]) for step in range(other_start, other_end))
-    return left, right
-
-
-def _moved(left: list[_Step], right: list[_Step]) -> Iterator[tuple[int, int, str]]:
-    """Remove equal steps at different places from both lists, and yield them."""
-    for step, record in list(left):
-        partner = next((pair for pair in right if pair[1].same_as(record)), None)
-        if partner is not None:
-            left.remove((step, record))
-            right.remove(partner)
-            yield step, 0, f"step {step}: {record.call()} is step {partner[0]} in the second"
-
-
-def _changed(left: list[_Step], right: list[_Step]) -> Iterator[tuple[int, int, str]]:
-    """Remove pairs of the same primitive on the same module from both lists, and yield them."""
-    for step, record in list(left):
-        key = (record.path, record.primitive)
-        partner = next((p for p in right if (p[1].path, p[1].primitive) == key), None)
-        if partner is not None:
-            left.remove((step, record))
-            right.remove(partner)
-            yield step, 0, _difference(step, record, *partner)
-
-
-def _difference(step: int, first: Record, other_step: int, second: Record) -> str:
-    where = f"step {step}" + (f" ({other_step} in the second)" if other_step != step else "")
-    names = [*first.arguments, *(n for n in second.arguments if n not in first.arguments)]
-    changes = [
-        f"{name} is {first.arguments.get(name, 'not given')} in the first and "
-        f"{second.arguments.get(name, 'not given')} in the second"
-        for name in names
-        if first.arguments.get(name) != second.arguments.get(name)
-    ]
-    same_names = "a module or function of that name is a different one in the second"
-    call = f"{spelled(first.path)}.{first.primitive}" if changes else first.call()
-    return f"{where}: {call}: {'; '.join(changes) or same_names}"
-
-
-def _missing(step: int, record: Record, side: str) -> str:
-    of = "" if side == "second" else " of the second"
-    return f"step {step}{of}: {record.call()} is missing in the {side}"
