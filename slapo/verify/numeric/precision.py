@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -25,21 +24,11 @@ RTOL = {
 #: walk.
 _SHALLOW = 10
 
-#: Matches errors of modules that do not support float64.
-_REFUSAL = re.compile(
-    r"dtype|double|float64|float32|scalar type|not implemented|not support|unsupported", re.I
-)
-
 _CONVERSIONS = {
     Tensor.float: torch.float32,
     Tensor.half: torch.float16,
     Tensor.bfloat16: torch.bfloat16,
 }
-
-
-def refuses(error: BaseException) -> bool:
-    """Return True if an error, or its cause, is about dtypes."""
-    return bool(_REFUSAL.search(str(error.__cause__ or error)))
 
 
 def rtol_for(dtype: torch.dtype, model: nn.Module) -> float:

@@ -73,10 +73,10 @@ def _plain_in(
     trial = PairedRun(sides, RunMode(training, quiet=True, gradients=False))
     theirs, mine = DropoutRecorder(), DropoutRecorder()
     with trial.prepared():
-        with trial.attempt(whatever=True) if original_may else nullcontext():
+        with trial.attempt() if original_may else nullcontext():
             wanted = trial.run_original(theirs)
         sides.peers.meet("original")
-        with trial.attempt(whatever=True) if may_refuse else nullcontext():
+        with trial.attempt() if may_refuse else nullcontext():
             given = trial.run_scheduled(mine)
         sides.peers.meet("forward")
         compare_kinds(trial, given.output, wanted.output)
@@ -100,7 +100,7 @@ def _compare_numbers(sides: ModelPair, way: RunMode) -> Any:
 def _numbers(sides: ModelPair, way: RunMode) -> Any:
     trial, may_refuse = PairedRun(sides, way), way.wide is not None
     with ExitStack() as stack:
-        with trial.attempt(whatever=True) if may_refuse else nullcontext():
+        with trial.attempt() if may_refuse else nullcontext():
             stack.enter_context(trial.prepared())  # may run out of memory
             wanted = trial.run_original()
             given = trial.run_scheduled()

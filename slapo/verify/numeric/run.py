@@ -9,19 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from slapo.agreement import is_broken_collective, is_on_every_rank, on_every_rank
-from slapo.errors import SlapoError, VerificationError
+from slapo.agreement import is_broken_collective, is_on_every_rank
+from slapo.errors import SlapoError
 from slapo.random import get_rng_tracker
 from slapo.sharding.steps import carried_by
 from slapo.utils.raised import running_in
 from slapo.verify.finding import kept_sizes
 from slapo.verify.numeric.harness import SEED, Outcome, other_tensors, weighed
 from slapo.verify.numeric.pair import ModelPair
-from slapo.verify.numeric.precision import RTOL, Widened, default_dtype, refuses, rtol_for
+from slapo.verify.numeric.precision import RTOL, Widened, default_dtype, rtol_for
 from slapo.verify.numeric.randomness import DropoutRecorder
 from slapo.verify.numeric.rank_sync import RankSync
 from slapo.wrapper import in_mode
@@ -71,8 +70,8 @@ class PairedRun:
             yield
 
     @contextmanager
-    def attempt(self, whatever: bool = False) -> Iterator[None]:
-        """Raise `Refused` on all ranks if any rank fails because of dtypes, or for any reason."""
+    def attempt(self) -> Iterator[None]:
+        """Raise `Refused` on all ranks if any rank fails; a fault shows again in the own dtype."""
         peers, self.peers = self.peers, RankSync(self.sides.sch.group)
         error: Exception | None = None
         try:
@@ -84,24 +83,9 @@ class PairedRun:
             error = raised
         finally:
             self.peers = peers
-        heard = error is not None and is_on_every_rank(error)
-        fatal = error is not None and not heard and not (whatever or refuses(error))
-        reported = self.sides.of_all_ranks((fatal, error and f"{type(error).__name__}: {error}"))
-        self._go_on_together(reported, error)
-
-    def _go_on_together(
-        self, reported: list[tuple[bool, str | None]], error: Exception | None
-    ) -> None:
-        """Raise on every rank or on none."""
-        wrong = next((rank for rank, (fatal, _) in enumerate(reported) if fatal), None)
-        if wrong is not None:
-            group = self.sides.sch.group
-            number = wrong if group is None else dist.get_process_group_ranks(group)[wrong]
-            text = f"Verify failed on rank {number} with {reported[wrong][1]}"
-            raise error if error is not None else on_every_rank(VerificationError(text))
-        failed = next((text for _, text in reported if text is not None), None)
-        if failed is not None:
-            raise Refused(failed) from error
+        texts = self.sides.of_all_ranks("" if error is None else f"{type(error).__name__}: {error}")
+        if any(texts):
+            raise Refused(next(filter(None, texts))) from error
 
     # --- runs --------------------------------------------------------------------------------
     @contextmanager
