@@ -53,7 +53,7 @@ def materialize(
     if (init_weights is False and loader is None) or not has_meta_tensors(model):
         return
     initialize = [] if init_weights is False else _resolve(model, init_weights)
-    device = device or _default_device(group)
+    device = device or default_device(group)
     if loader is not None:
         loader.made.clear()  # left over from a failed build
     worker = _Materializer(
@@ -69,13 +69,11 @@ def has_meta_tensors(model: nn.Module) -> bool:
     return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
 
 
-def _default_device(group: dist.ProcessGroup | None) -> torch.device:
-    if torch.accelerator.is_available():
-        on_gpu = group is None or dist.get_backend(group) != "gloo"
-        if on_gpu:
-            found = torch.accelerator.current_accelerator(check_available=True)
-            return found or torch.device("cpu")
-    return torch.device("cpu")
+def default_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return the device of new tensors: the accelerator, if the group communicates there."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    on_gpu = group is None or dist.get_backend(group) != "gloo"
+    return found if found is not None and on_gpu else torch.device("cpu")
 
 
 def _resolve(model: nn.Module, init_weights: bool | Callable[..., Any]) -> list[InitFn]:

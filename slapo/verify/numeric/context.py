@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -13,22 +15,39 @@ from torch.utils import _pytree as pytree
 
 from slapo.agreement import has_peers, same_on_all_ranks
 from slapo.errors import PlacementError, SlapoError, VerificationError
+from slapo.logger import get_logger
 from slapo.primitives.base import find_primitive
 from slapo.random import states_kept
 from slapo.schedule import Schedule
 from slapo.sharding.checks import check_modules
 from slapo.snapshot import attributes_kept
 from slapo.utils.calls import as_call, outline, refuse_batch
-from slapo.verify.numeric.harness import SEED, copy_model
+from slapo.utils.outputs import tensors_in
+from slapo.verify.numeric.compare import (
+    compare_buffers,
+    compare_drops,
+    compare_finite,
+    compare_gradients,
+    compare_kinds,
+    compare_outputs,
+)
+from slapo.verify.numeric.harness import SEED, copy_model, difference, scale_of
 from slapo.verify.numeric.origins import Origins
 from slapo.verify.numeric.pair import ModelPair
-from slapo.verify.numeric.procedure import compare_all
+from slapo.verify.numeric.precision import wider
+from slapo.verify.numeric.randomness import DropoutRecorder
 from slapo.verify.numeric.rank_sync import RankSync
+from slapo.verify.numeric.run import PairedRun, Refused, RunMode
 from slapo.verify.numeric.state import changes, check_replicas, finding_of
 from slapo.verify.placement import check
-from slapo.weights.materialize import materialize
+from slapo.weights.materialize import default_device, materialize
 from slapo.weights.slots import check_ties
 from slapo.wrapper import innermost
+
+#: Relative difference between outputs of the two modes that exceeds rounding.
+_OTHER_MODE = 1e-2
+
+logger = get_logger()
 
 
 class Verify:
@@ -171,7 +190,7 @@ class Verify:
         self._check_placements()
         with states_kept(self.sch.rank, SEED), attributes_kept(self.sch.mod):
             sides.load(device)
-            compare_all(sides, self.eval_mode)
+            _compare_all(sides, self.eval_mode)
 
     def _check_placements(self) -> None:
         """Check the placements of a complete model; their errors name the missing call."""
@@ -206,11 +225,7 @@ class Verify:
         reference = self.sides.reference
         tensors = [*reference.parameters(), *reference.buffers()]
         real = [t.device for t in tensors if not t.is_meta]
-        if real:
-            return real[0]
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        gloo = self.sch.group is not None and dist.get_backend(self.sch.group) == "gloo"
-        return accelerator if accelerator is not None and not gloo else torch.device("cpu")
+        return real[0] if real else default_device(self.sch.group)
 
     def _move_inputs(self, device: torch.device) -> None:
         def move(tensor: Tensor) -> Tensor:
@@ -230,3 +245,101 @@ class Verify:
         )
         moved = pytree.tree_map_only(Tensor, move, (self.args, self.kwargs))
         self.sides.args, self.sides.kwargs = moved
+
+
+# --- the runs -------------------------------------------------------------------------------------
+def _compare_all(sides: ModelPair, eval_mode: bool) -> None:
+    """Make the runs, and check each.
+
+    1. Forward in the model's own dtype and in train mode, without randomness: the scheduled model
+       must run as it is, return the same types and dtypes, and drop with the same probabilities.
+    2. Forward and backward in float64: compares all values. In train mode if it computes something
+       else than eval mode, as with batch statistics; otherwise in eval mode.
+    3. Forward in the other mode if the two differ.
+
+    Models that do not support float64 are compared in float32, or in their own dtype.
+    """
+    output, dropouts = _run_plainly(sides, eval_mode)
+    if not eval_mode:
+        _compare_numbers(sides, RunMode(training=True))
+    elif dropouts is not None and dropouts.differs:
+        _compare_numbers(sides, RunMode(training=True, quiet=True))
+        _compare_numbers(sides, RunMode(training=False, gradients=False))
+    else:
+        wanted = _compare_numbers(sides, RunMode(training=False))
+        if dropouts is not None and sides.any_rank(_are_apart(output, wanted)):
+            _compare_numbers(sides, RunMode(training=True, quiet=True))
+
+
+def _run_plainly(sides: ModelPair, eval_mode: bool) -> tuple[Any, DropoutRecorder | None]:
+    """Make the first run, in eval mode if train mode fails for this model.
+
+    Returns the output and the dropouts of the original; None instead of the latter in eval mode.
+    """
+    # A graph traced in eval mode may be valid for eval mode only.
+    may_refuse = eval_mode and not sides.any_rank(sides.sch.mod.training)
+    try:
+        return _plain_in(sides, True, may_refuse, eval_mode)
+    except Refused as refused:
+        logger.info("Verify compares in eval mode only, because in train mode: %s", refused)
+    return _plain_in(sides, False, False, False)
+
+
+def _plain_in(
+    sides: ModelPair, training: bool, may_refuse: bool, original_may: bool
+) -> tuple[Any, DropoutRecorder | None]:
+    trial = PairedRun(sides, RunMode(training, quiet=True, gradients=False))
+    theirs, mine = DropoutRecorder(), DropoutRecorder()
+    with trial.prepared():
+        with trial.attempt() if original_may else nullcontext():
+            wanted = trial.run_original(theirs)
+        sides.peers.meet("original")
+        with trial.attempt() if may_refuse else nullcontext():
+            given = trial.run_scheduled(mine)
+        sides.peers.meet("forward")
+        compare_kinds(trial, given.output, wanted.output)
+        compare_finite(trial, given.output, wanted.output)
+        if training:
+            compare_drops(trial, mine, theirs)
+    return wanted.output, theirs if training else None
+
+
+def _compare_numbers(sides: ModelPair, way: RunMode) -> Any:
+    """Compare values as precisely as possible; return the original's output."""
+    *wide, own = wider(sides.reference, sides.sch.mod)
+    for dtype in wide:
+        try:
+            return _numbers(sides, replace(way, wide=dtype))
+        except Refused as refused:
+            logger.info("Verify does not compare in %s: %s", dtype, refused)
+    return _numbers(sides, replace(way, wide=own))
+
+
+def _numbers(sides: ModelPair, way: RunMode) -> Any:
+    trial, may_refuse = PairedRun(sides, way), way.wide is not None
+    with ExitStack() as stack:
+        with trial.attempt() if may_refuse else nullcontext():
+            stack.enter_context(trial.prepared())  # may run out of memory
+            wanted = trial.run_original()
+            given = trial.run_scheduled()
+        sides.peers.meet("numbers")
+        compare_outputs(trial, given.output, wanted.output)
+        if way.gradients:
+            with trial.attempt() if may_refuse else nullcontext():
+                trial.backward(wanted)
+                trial.backward_scheduled(given)
+            sides.peers.meet("backward")
+            compare_gradients(trial, given, wanted)
+        compare_buffers(trial)
+    return wanted.output
+
+
+def _are_apart(own: Any, double: Any) -> bool:
+    """Return True if outputs of train and eval mode differ by more than rounding."""
+    others = dict(tensors_in(double))
+    for name, tensor in tensors_in(own):
+        if tensor.dtype not in (torch.float32, torch.float64) or name not in others:
+            continue
+        if difference(tensor, others[name]) > _OTHER_MODE * scale_of(others[name]):
+            return True
+    return False

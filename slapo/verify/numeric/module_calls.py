@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from slapo.sharding.state import layout_of, shards_of, syncs_of
 from slapo.utils.outputs import tensors_in
 from slapo.verify.numeric.harness import difference, scale_of
 from slapo.verify.numeric.run import PairedRun
+from slapo.verify.placement.paths import calls_followed
 from slapo.wrapper import innermost
 
 
@@ -59,8 +62,8 @@ class Run:
     root: Call = field(default_factory=lambda: Call("", -1, nn.Identity(), None))
 
 
-def _hookable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that run hooks: not compiled, and not inlined into a graph."""
+def _followed(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that are called: not compiled, and not inlined into a graph."""
     taken: set[str] = set()
     for path, module in model.named_modules():
         taken.update(f"{path}.{name}" if path else name for name in uncalled_in(innermost(module)))
@@ -72,46 +75,33 @@ def _hookable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def recorded(model: nn.Module) -> Iterator[Run]:
     """Record inputs, outputs and gradients of every module call within the block."""
     run = Run()
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
+    names = {id(module): path for path, module in _followed(model)}
     open_calls = [run.root]
 
-    def begin(path: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if run.ended:
-                return None
-            counts[path] = counts.get(path, -1) + 1
-            call = Call(path, counts[path], module, open_calls[-1])
-            open_calls[-1].parts.append(call)
-            open_calls.append(call)
-            return pytree.tree_map_only(Tensor, lambda t: _enter(call, t), (args, kwargs))
-
-        return hook
-
-    def end(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if run.ended:
-                return
-            call = run.root
-            while len(open_calls) > 1:
-                call = open_calls.pop()
-                if call.path == path:
-                    break
-            run.calls.append(call)
-            tensor = next((t for _, t in tensors_in(output)), None)
-            if tensor is None:
-                return
-            call.output = tensor.detach().clone()
-            call.needs_gradient = tensor.requires_grad
+    def follow(module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        path = names.get(id(module))
+        if path is None or run.ended:
+            return call(module, *args, **kwargs)
+        here = Call(path, counts[path], module, open_calls[-1])
+        counts[path] += 1
+        open_calls[-1].parts.append(here)
+        args, kwargs = pytree.tree_map_only(Tensor, partial(_enter, here), (args, kwargs))
+        open_calls.append(here)
+        try:
+            output = call(module, *args, **kwargs)
+        finally:
+            open_calls.pop()
+        run.calls.append(here)
+        tensor = next((t for _, t in tensors_in(output)), None)
+        if tensor is not None:
+            here.output = tensor.detach().clone()
+            here.needs_gradient = tensor.requires_grad
             if tensor.requires_grad:
-                tensor.register_hook(lambda grad: setattr(call, "gradient", grad.detach().clone()))
+                tensor.register_hook(lambda grad: setattr(here, "gradient", grad.detach().clone()))
+        return output
 
-        return hook
-
-    with ExitStack() as stack:
-        for path, module in _hookable(model):
-            pre = module.register_forward_pre_hook(begin(path), prepend=True, with_kwargs=True)
-            stack.callback(pre.remove)
-            stack.callback(module.register_forward_hook(end(path)).remove)
+    with calls_followed(follow):
         yield run
 
 
