@@ -19,7 +19,7 @@ from slapo.errors import MissingPackageError, SlapoError
 from slapo.mesh import current_device
 from slapo.node import Node
 from slapo.pipeline import PipelinedModule, Stage, StageTie
-from slapo.pipeline.boundaries import Boundary, ShapeProbe, infer_boundaries
+from slapo.pipeline.boundaries import Boundaries
 
 CheckCall = Callable[
     [tuple[Any, ...], dict[str, Any], Callable[[Any], Tensor] | None, torch.dtype | None], None
@@ -82,6 +82,11 @@ class Lowering:
             return self.model
         stages = list(self.stages.values())
         return stages[0] if len(stages) == 1 else nn.ModuleList(stages)
+
+    def boundaries(self, mesh: DeviceMesh, **how: Any) -> Boundaries:
+        """Return the finder of the tensors that cross between stages."""
+        group, device = mesh.get_group("pp"), current_device(mesh)
+        return Boundaries(self.stages, self.n_stages, device, group, **how)
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         """This rank's parameters for an optimizer, each once, with their names in the model.
@@ -277,33 +282,3 @@ def check_stage_count(n_stages: int, pp: int, per_rank: int = 1) -> None:
             f"{wanted}; {'add' if n_stages < wanted else 'leave out'} {abs(wanted - n_stages)} "
             "cut_pipeline_stage(), or change pp"
         )
-
-
-class Boundaries:
-    """Tensors that cross between the stages, computed once for each form of input."""
-
-    def __init__(
-        self,
-        lowering: Lowering,
-        mesh: DeviceMesh,
-        half: torch.dtype | None = None,
-        rank_of: Callable[[int], int] = lambda stage: stage,
-        autocast: torch.dtype | None = None,
-    ) -> None:
-        self._n_stages, self._group = lowering.n_stages, mesh.get_group("pp")
-        self._rank_of, self._autocast = rank_of, autocast
-        device = current_device(mesh)
-        self._probes = {i: ShapeProbe(s, device, half) for i, s in lowering.stages.items()}
-        self._known: dict[Boundary, tuple[Boundary, ...]] = {}
-
-    def of(self, inputs: Boundary) -> tuple[Boundary, ...]:
-        """Return the tensors that each stage receives; a collective for inputs of a new form."""
-        if inputs not in self._known:
-            self._known[inputs] = infer_boundaries(
-                self._n_stages,
-                inputs,
-                lambda index, received: self._probes[index].run(received, self._autocast),
-                self._group,
-                self._rank_of,
-            )
-        return self._known[inputs]

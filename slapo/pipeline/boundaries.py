@@ -206,33 +206,48 @@ def _refill(table: dict[Any, Any], content: Mapping[Any, Any]) -> None:
     table.update(content)
 
 
-def infer_boundaries(
-    n_stages: int,
-    inputs: Boundary,
-    run: Callable[[int, Boundary], Boundary | None],
-    group: dist.ProcessGroup | None = None,
-    holder: Callable[[int], int] = lambda index: 0,
-) -> tuple[Boundary, ...]:
-    """Return the tensors that each stage receives, stage 0 first. A collective of `group`."""
-    found = [inputs]
-    alone = group is None or group.size() == 1
-    here = 0 if alone else dist.get_rank(group)
-    for index in range(n_stages - 1):
+class Boundaries:
+    """Tensors that cross between the stages, found once for each form of input.
+
+    `stages` are those of this rank, by index; `rank_of` gives the rank of `group` for each index.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        n_stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        rank_of: Callable[[int], int] = lambda index: index,
+        half: torch.dtype | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        self._n_stages, self._group, self._rank_of = n_stages, group, rank_of
+        self._probes = {i: ShapeProbe(stage, device, half) for i, stage in stages.items()}
+        self._autocast = autocast
+        self._known: dict[Boundary, tuple[Boundary, ...]] = {}
+
+    def of(self, inputs: Boundary) -> tuple[Boundary, ...]:
+        """Return the tensors that each stage receives; a collective for inputs of a new form."""
+        if inputs not in self._known:
+            found = [inputs]
+            for index in range(self._n_stages - 1):
+                found.append(self._after(index, found[-1]))
+            self._known[inputs] = tuple(found)
+        return self._known[inputs]
+
+    def _after(self, index: int, received: Boundary) -> Boundary:
+        """Return the tensors that a stage sends, or raise its error on all ranks."""
         answer: list[Any] = [None]
-        if alone or holder(index) == here:
-            answer = [_attempt(run, index, found[-1])]
-        if not alone:
-            dist.broadcast_object_list(answer, group=group, group_src=holder(index))
-        if isinstance(answer[0], str):
-            raise SlapoError(answer[0])
-        found.append(answer[0])
-    return tuple(found)
-
-
-def _attempt(
-    run: Callable[[int, Boundary], Boundary | None], index: int, received: Boundary
-) -> Boundary | str | None:
-    try:
-        return run(index, received)
-    except SlapoError as error:
-        return str(error)
+        if index in self._probes:
+            try:
+                answer = [self._probes[index].run(received, self._autocast)]
+            except SlapoError as error:
+                answer = [error]
+        if self._group is not None and self._group.size() > 1:
+            source = self._rank_of(index)
+            dist.broadcast_object_list(answer, group=self._group, group_src=source)
+        if isinstance(answer[0], SlapoError):
+            raise answer[0]
+        sent: Boundary = answer[0]
+        return sent

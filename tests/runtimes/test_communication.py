@@ -23,7 +23,7 @@ from slapo.agreement import gathered
 from slapo.framework_dialect.batches import Batch
 from slapo.framework_dialect.pytorch.placement import SCHEDULES
 from slapo.pipeline import PipelinedModule, generate_pipeline_partition
-from slapo.pipeline.boundaries import Boundary, ShapeProbe, describe_tensors, infer_boundaries
+from slapo.pipeline.boundaries import Boundaries, Boundary, describe_tensors
 from slapo.sharding.groups import group_of_one
 from slapo.sharding.shards import shards_of
 from tests.communication import Collectives
@@ -166,8 +166,8 @@ def boundaries_of(name: str, stages: int, micro_batches: int) -> tuple[Boundary,
     assert isinstance(pipelined, PipelinedModule)
     part = Batch.of(batches(family)[0], "cpu").cut(micro_batches)[0]
     inputs = describe_tensors(pipelined.inputs.names, pipelined.bind(part.args, part.kwargs))
-    probes = [ShapeProbe(stage, torch.device("cpu")) for stage in pipelined.stages]
-    return infer_boundaries(stages, inputs, lambda index, received: probes[index].run(received))
+    local = dict(enumerate(pipelined.stages))
+    return Boundaries(local, stages, torch.device("cpu")).of(inputs)
 
 
 def check_messages(name: str, pp: int, pipeline_schedule: str, stages: int) -> list[list[Message]]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import slapo
 from slapo.agreement import gathered
 from slapo.framework_dialect.pytorch.placement import SCHEDULES
-from slapo.pipeline.boundaries import ShapeProbe, TensorMeta, describe_tensors, infer_boundaries
+from slapo.pipeline.boundaries import Boundaries, ShapeProbe, TensorMeta, describe_tensors
 from tests.communication import Collectives
 from tests.runtimes.alone import Alone, compare, whole
 from tests.runtimes.contract import VOCABULARY, Model, build, data, loss_fn, make, seeded, sgd
@@ -199,10 +199,9 @@ def test_probes_are_silent_about_what_numbers_can_do() -> None:
 
 def test_probes_say_why_a_stage_fails() -> None:
     first, _ = _stages(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "0")
-    probe = ShapeProbe(first, torch.device("cpu"))
     received = describe_tensors(("input",), (torch.ones(3, 5),))
     with pytest.raises(slapo.SlapoError, match=r"stage 0 fails on inputs of .*\(3, 5\)"):
-        infer_boundaries(2, received, lambda index, given: probe.run(given))
+        Boundaries({0: first}, 2, torch.device("cpu")).of(received)
 
 
 # --- on several processes ------------------------------------------------------------------------

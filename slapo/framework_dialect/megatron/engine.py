@@ -30,7 +30,7 @@ from slapo.framework_dialect.megatron.options import MegatronOptions
 from slapo.framework_dialect.megatron.stages import ModelChunk
 from slapo.framework_dialect.optimizers import inner_optimizers, make_scheduler
 from slapo.framework_dialect.precision import cast_parameters
-from slapo.framework_dialect.runtime import Boundaries, Lowering
+from slapo.framework_dialect.runtime import Lowering
 from slapo.pipeline.boundaries import describe_tensors
 from slapo.weights.holdings import Held, HeldRange
 
@@ -49,7 +49,7 @@ class MegatronEngine(Engine):
         if options.half is not None:
             exact = {p: p.detach() for p in self.module.parameters()}
             cast_parameters(self.module, options.half)
-        self._boundaries = Boundaries(lowering, self.mesh)
+        self._boundaries = lowering.boundaries(self.mesh)
         mark_parameters(self.module, self.shared)
         self.config = self._make_config()
         self.model = self._wrap()

@@ -18,7 +18,7 @@ from slapo.framework_dialect.gradients import reduce_gradients, sum_copies
 from slapo.framework_dialect.pytorch.engine import TorchEngineBase
 from slapo.framework_dialect.pytorch.options import TorchOptions
 from slapo.framework_dialect.replicas import share_copies
-from slapo.framework_dialect.runtime import Boundaries, Lowering
+from slapo.framework_dialect.runtime import Lowering
 from slapo.pipeline import Stage
 from slapo.pipeline.boundaries import Boundary, autocasting, describe_tensors
 
@@ -113,8 +113,8 @@ class TorchPipelineEngine(TorchEngineBase):
         self._runs: OrderedDict[Any, Any] = OrderedDict()
         self._check_sharding()
         # Before FSDP2 is applied: the probes keep the modules' state without it.
-        self._boundaries = Boundaries(
-            lowering, self.mesh, options.half, self._rank_of, options.autocast
+        self._boundaries = lowering.boundaries(
+            self.mesh, rank_of=self._rank_of, half=options.half, autocast=options.autocast
         )
         for stage in lowering.stages.values():
             self._compile(stage)
