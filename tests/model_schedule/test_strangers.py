@@ -44,8 +44,8 @@ def stranger(name: str, config: str = "", **settings: Any) -> Any:
     ("name", "key", "settings", "says"),
     [
         ("Qwen3", "llama", {}, r"\['q_norm.weight', 'k_norm.weight'\] in a"),
-        ("Gemma3", "llama", {"config": "Gemma3TextConfig", "head_dim": 8}, "self_attn.q_norm"),
-        ("Qwen2Moe", "mixtral", {"moe_intermediate_size": 32}, "mlp.shared_expert.gate_proj.w"),
+        ("Gemma3", "llama", {"config": "Gemma3TextConfig", "head_dim": 8}, "q_norm"),
+        ("Qwen2Moe", "mixtral", {"moe_intermediate_size": 32}, "shared_expert.gate_proj.w"),
         (
             "Starcoder2",
             "llama",
