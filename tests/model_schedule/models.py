@@ -32,15 +32,6 @@ DECODER: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-GPT: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "use_cache": False,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "resid_dropout": 0.0,
-    "embed_dropout": 0.0,
-    "attention_dropout": 0.0,
-}
 
 
 class Bottleneck(nn.Module):
@@ -86,16 +77,6 @@ class Model:
     inputs: Callable[[int, int], dict[str, Tensor]]
 
 
-def _of(name: str, config: str, settings: dict[str, Any]) -> Callable[..., nn.Module]:
-    def build(**changes: Any) -> nn.Module:
-        torch.manual_seed(0)
-        made = getattr(transformers, config)(**{**settings, **changes})
-        model = getattr(transformers, name)(made)
-        return _spread(model).train()
-
-    return build
-
-
 def _spread(model: nn.Module) -> nn.Module:
     """No parameter is all zeros or ones: one that is left out must show."""
     for parameter in model.parameters():
@@ -137,125 +118,70 @@ def wide_resnet(blocks: int = 1, **changes: Any) -> nn.Module:
     return WideResNet(blocks).train()
 
 
-_NEO = [[["global", "local"], 2]]
-_ENCODER = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+def _of(name: str, inputs: Callable[[int, int], Any] = tokens, **settings: Any) -> Model:
+    """A class of Transformers with `SIZES`, whose names it knows, and without dropout."""
+
+    def build(**changes: Any) -> nn.Module:
+        torch.manual_seed(0)
+        cls = getattr(transformers, name)
+        config = cls.config_class(**{**SIZES, **settings, **changes})
+        for each, value in config.to_dict().items():
+            if "drop" in each and isinstance(value, float):
+                setattr(config, each, changes.get(each, 0.0))
+        return _spread(cls(config)).train()
+
+    return Model(build, inputs)
+
+
+def _decoder(name: str, **settings: Any) -> Model:
+    return _of(f"{name}ForCausalLM", **{**DECODER, **settings})
+
+
+_GPT = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False, "intermediate_size": None}
 MODELS = {
-    "bert": Model(_of("BertForMaskedLM", "BertConfig", _ENCODER), tokens),
-    "roberta": Model(
-        _of("RobertaForMaskedLM", "RobertaConfig", {**_ENCODER, "max_position_embeddings": 64}),
-        tokens,
+    "bert": _of("BertForMaskedLM"),
+    "roberta": _of("RobertaForMaskedLM", max_position_embeddings=64),
+    "albert": _of("AlbertForMaskedLM", embedding_size=16),
+    "gpt2": _of("GPT2LMHeadModel", **_GPT),
+    "gpt_neo": _of(
+        "GPTNeoForCausalLM",
+        **{**_GPT, "intermediate_size": 80},
+        attention_types=[[["global", "local"], 2]],
+        window_size=4,
     ),
-    "albert": Model(
-        _of("AlbertForMaskedLM", "AlbertConfig", {**_ENCODER, "embedding_size": 16}), tokens
+    "opt": _of(
+        "OPTForCausalLM",
+        ffn_dim=72,
+        word_embed_proj_dim=32,
+        max_position_embeddings=64,
+        use_cache=False,
     ),
-    "gpt2": Model(
-        _of(
-            "GPT2LMHeadModel",
-            "GPT2Config",
-            {
-                **GPT,
-                "n_embd": 32,
-                "n_layer": 4,
-                "n_head": 4,
-                "resid_pdrop": 0.0,
-                "embd_pdrop": 0.0,
-                "attn_pdrop": 0.0,
-            },
-        ),
-        tokens,
-    ),
-    "gpt_neo": Model(
-        _of(
-            "GPTNeoForCausalLM",
-            "GPTNeoConfig",
-            {
-                **GPT,
-                "hidden_size": 32,
-                "num_layers": 4,
-                "num_heads": 4,
-                "attention_types": _NEO,
-                "window_size": 4,
-                "intermediate_size": 80,
-            },
-        ),
-        tokens,
-    ),
-    "opt": Model(
-        _of(
-            "OPTForCausalLM",
-            "OPTConfig",
-            {
-                "vocab_size": VOCABULARY,
-                "hidden_size": 32,
-                "ffn_dim": 72,
-                "num_hidden_layers": 4,
-                "num_attention_heads": 4,
-                "word_embed_proj_dim": 32,
-                "max_position_embeddings": 64,
-                "dropout": 0.0,
-                "use_cache": False,
-            },
-        ),
-        tokens,
-    ),
-    "t5": Model(
-        _of(
-            "T5ForConditionalGeneration",
-            "T5Config",
-            {
-                "vocab_size": VOCABULARY,
-                "d_model": 32,
-                "d_kv": 8,
-                "d_ff": 72,
-                "num_layers": 2,
-                "num_decoder_layers": 2,
-                "num_heads": 4,
-                "dropout_rate": 0.0,
-                "use_cache": False,
-                "decoder_start_token_id": 0,
-            },
-        ),
+    "t5": _of(
+        "T5ForConditionalGeneration",
         two_texts,
+        d_kv=8,
+        d_ff=72,
+        num_hidden_layers=2,
+        num_decoder_layers=2,
+        decoder_start_token_id=0,
+        use_cache=False,
     ),
-    "llama": Model(_of("LlamaForCausalLM", "LlamaConfig", DECODER), tokens),
-    "mistral": Model(
-        _of("MistralForCausalLM", "MistralConfig", {**DECODER, "sliding_window": 5}), tokens
+    "llama": _decoder("Llama"),
+    "mistral": _decoder("Mistral", sliding_window=5),
+    "qwen2": _decoder("Qwen2"),
+    "qwen3": _decoder("Qwen3"),
+    "gemma": _decoder("Gemma"),
+    "gemma3": _decoder("Gemma3", sliding_window=5),
+    "gemma3_text": _decoder("Gemma3", sliding_window=5),
+    "mixtral": _decoder(
+        "Mixtral", intermediate_size=64, num_local_experts=4, num_experts_per_tok=2
     ),
-    "qwen2": Model(_of("Qwen2ForCausalLM", "Qwen2Config", DECODER), tokens),
-    "qwen3": Model(_of("Qwen3ForCausalLM", "Qwen3Config", DECODER), tokens),
-    "gemma": Model(_of("GemmaForCausalLM", "GemmaConfig", DECODER), tokens),
-    "gemma3": Model(
-        _of("Gemma3ForCausalLM", "Gemma3TextConfig", {**DECODER, "sliding_window": 5}), tokens
-    ),
-    "gemma3_text": Model(
-        _of("Gemma3ForCausalLM", "Gemma3TextConfig", {**DECODER, "sliding_window": 5}), tokens
-    ),
-    "mixtral": Model(
-        _of(
-            "MixtralForCausalLM",
-            "MixtralConfig",
-            {**DECODER, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
-        ),
-        tokens,
-    ),
-    "vit": Model(
-        _of(
-            "ViTForImageClassification",
-            "ViTConfig",
-            {
-                **{k: v for k, v in _ENCODER.items() if k != "vocab_size"},
-                "image_size": (12, 20),
-                "patch_size": 4,
-            },
-        ),
-        images,
-    ),
+    "vit": _of("ViTForImageClassification", images, image_size=(12, 20), patch_size=4),
     "wideresnet": Model(wide_resnet, plain_images),
 }
 #: Key -> changes by which its model has a first and a last layer only; others go by the default.
 _SHALLOW: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_layer": 2},
-    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "gpt_neo": {"num_hidden_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "t5": {},
     "wideresnet": {},
 }
