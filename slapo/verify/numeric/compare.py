@@ -127,12 +127,13 @@ def compare_gradients(trial: PairedRun, given: Outcome, wanted: Outcome) -> None
             expected[f"<input {index}>"] = theirs.grad
             found[f"<input {index}>"] = gradient_of(mine)
     expected |= gathered_gradients(sides.reference, sides.sch.group)
-    floor = _GRADIENT_FLOOR * max((scale_of(g) for g in expected.values()), default=0.0)
+    scales = {name: scale_of(grad) for name, grad in expected.items()}
+    floor = _GRADIENT_FLOOR * max(scales.values(), default=0.0)
     failures = []
     for name, grad in expected.items():
         if name not in found:
             continue
-        limit = trial.rtol(grad) * max(scale_of(grad), floor)
+        limit = trial.rtol(grad) * max(scales[name], floor)
         error = difference(found[name], grad)
         if error > limit:
             failures.append((name, error, limit))

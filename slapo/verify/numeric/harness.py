@@ -78,7 +78,8 @@ def weighed(output: Any) -> Tensor | None:
             continue
         weights = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
         if tensor.requires_grad:
-            usable = tensor.masked_fill(~tensor.detach().isfinite(), 0.0)
+            finite = tensor.detach().isfinite()
+            usable = tensor if bool(finite.all()) else tensor.masked_fill(~finite, 0.0)
             usable = usable if tensor.dtype == torch.float64 else usable.float()
             terms.append((usable * weights.to(tensor.device)).sum().double())
     return torch.stack(terms).sum() if terms else None
@@ -137,7 +138,7 @@ def difference(given: Tensor, wanted: Tensor) -> float:
     if not (a.is_floating_point() or a.is_complex()):
         return 0.0 if torch.equal(a, b) else float("inf")
     wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
-    apart = (a.to(wide) - b.to(wide)).abs()
+    apart = (a.to(wide) - b.to(wide)).abs_()
     worst = apart.max().item()
     if not math.isfinite(worst):
         # Ignore equal infinities, as in masked scores, and NaN on both sides.
@@ -149,9 +150,9 @@ def scale_of(tensor: Tensor) -> float:
     """The largest finite absolute value."""
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return 0.0
-    values = tensor.detach().abs()
-    largest = float(values.max())
+    values = tensor.detach()
+    largest = max(abs(float(value)) for value in values.aminmax())  # makes no copy
     if largest < _FILL:
         return largest
-    finite = values[values < _FILL]  # without the fill value of a mask
+    finite = values.abs()[values.abs() < _FILL]  # without the fill value of a mask
     return float(finite.max()) if finite.numel() else 0.0
