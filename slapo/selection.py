@@ -81,6 +81,8 @@ class Selection(Generic[N]):
     @classmethod
     def matching(cls, root: N, pattern: str) -> Selection[N]:
         """Select the nodes below `root` that match `pattern`; ValueError if there is none."""
+        if not isinstance(pattern, str) or not pattern:
+            raise ValueError(f"select: got {pattern!r}; pass a glob such as 'h.*.mlp'")
         regex = compile_glob(pattern)
         matches = (node for path, node in root.named_schedules() if path and regex.fullmatch(path))
         # A module registered at several paths is one module: apply a primitive to it once.
@@ -152,9 +154,7 @@ class Selection(Generic[N]):
 
 
 @functools.cache
-def compile_glob(pattern: Any) -> re.Pattern[str]:
+def compile_glob(pattern: str) -> re.Pattern[str]:
     """Compile a glob over dotted paths: ``*`` stays within a component, ``**`` spans several."""
-    if not isinstance(pattern, str) or not pattern:
-        raise ValueError(f"select: got {pattern!r}; pass a glob such as 'h.*.mlp'")
     regex = re.escape(pattern).replace(r"\*\*\.", r"(?:[^.]+\.)*").replace(r"\*\*", r".+")
     return re.compile(regex.replace(r"\*", r"[^.]*").replace(r"\?", r"[^.]"))

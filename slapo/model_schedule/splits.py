@@ -65,24 +65,14 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
 }
-_KNOWN = frozenset(
-    [
-        "columns",
-        "rows",
-        "shard",
-        "experts",
-        "sum",
-        "whole",
-        "gather",
-        "sum_grad",
-        "sum_output_grad",
-        "partial",
-        "divide",
-        "regroup",
-        "fork_rng",
-    ]
+_NAMES = (
+    "columns rows shard experts sum whole gather sum_grad sum_output_grad partial divide regroup "
+    "fork_rng"
 )
+_KNOWN = frozenset(_NAMES.split())
 _KEYWORDS = {"columns": {"parts"}, "rows": {"axis"}, "sum_grad": {"axis", "read"}}
+#: Least numbers of arguments.
+_NEEDED = {"shard": 2, "whole": 1, "regroup": 2}
 #: Words that set attributes. They come last, as block sizes refer to those of the full model.
 OF_ATTRIBUTES = ("divide", "regroup")
 #: Words where replicated inputs enter a sharded block.
@@ -120,7 +110,8 @@ def words_of(text: str) -> list[Word]:
     for each in found:
         call = each if isinstance(each, ast.Call) else ast.Call(each, [], [])
         word, keywords = ast.unparse(call.func), {k.arg or "**": k.value for k in call.keywords}
-        if word not in _KNOWN or keywords.keys() - _KEYWORDS.get(word, set()):
+        is_taken = keywords.keys() <= _KEYWORDS.get(word, set())
+        if word not in _KNOWN or not is_taken or len(call.args) < _NEEDED.get(word, 0):
             shown, known = ast.unparse(each), sorted(_KNOWN)
             rest = f"{shown!r} in {text!r} is not a word of a table; the words are {known}"
             raise ValueError(with_nearest(word, known, rest))
@@ -152,14 +143,15 @@ def entries_of(base: Schedule, table: Mapping[str, str]) -> tuple[list[Entry], l
             last = path.rpartition(".")[2]
             wanted["*" if "*" in last else last].append((path, words_of(text)))
     found: list[Entry] = []
-    seen: set[tuple[str, int]] = set()  # a module registered at several paths is one module
+    matched: set[str] = set()
+    seen: set[tuple[int, int]] = set()  # a module registered at several paths is one module
     for path, node in base.named_schedules():
         for wish, words in (*wanted[path.rpartition(".")[2]], *wanted["*"]):
             is_match = wish == path or (wish and path and compile_glob(wish).fullmatch(path))
-            if is_match and (wish, id(node.mod)) not in seen:
-                seen.add((wish, id(node.mod)))
+            if is_match and (id(words), id(node.mod)) not in seen:
+                seen.add((id(words), id(node.mod)))
+                matched.add(wish)
                 found.append(Entry(node, words))
-    matched = {wish for wish, _ in seen}
     return found, [path for each in wanted.values() for path, _ in each if path not in matched]
 
 

@@ -21,7 +21,7 @@ from slapo.command import main
 from slapo.model_schedule import apply_schedule, recipe_of, unregister
 from slapo.model_schedule.drafts import Draft, draft_in_group
 from slapo.model_schedule.registry import recipe_keys
-from slapo.model_schedule.splits import words_of
+from slapo.model_schedule.splits import entries_of, words_of
 from slapo.verify.numeric.harness import gathered_gradients
 from slapo.verify.placement.offline import fake_world
 from tests.distributed import run_distributed
@@ -688,10 +688,29 @@ def test_a_recipe_of_another_model() -> None:
         drafted.apply(slapo.create_schedule(own(Alibi, Gated)))
 
 
-@pytest.mark.parametrize("text", ["column", "columns(", "rows(a)(b)", "'rows'"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "column",
+        "columns(",
+        "rows(a)(b)",
+        "'rows'",
+        "shard(weight)",
+        "rows(parts=2)",
+        "sum_grad(**all)",
+    ],
+)
 def test_words_that_there_are_not(text: str) -> None:
     with pytest.raises(ValueError, match=r"not a word of a table|not a list of words"):
         words_of(text)
+
+
+def test_a_module_may_have_several_entries() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    found, absent = entries_of(sch, {"0 1": "columns", "0 2": "fork_rng"})
+    said = [(entry.node.path, entry.words[0].name) for entry in found]
+    assert said == [("0", "columns"), ("0", "fork_rng"), ("1", "columns")]
+    assert absent == ["2"]
 
 
 # --- the command ---------------------------------------------------------------------------------

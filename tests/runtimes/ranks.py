@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -85,6 +86,7 @@ def _run(rank: int, world: int, module: str, name: str, given: dict[str, Any]) -
     getattr(importlib.import_module(module), name).job(**given)
 
 
+@functools.cache  # a job may run several tests
 def stand_in_for_cuda() -> None:
     """Until the process ends, the CPU answers instead of CUDA."""
     from tests.runtimes.cuda_standin import cuda_on_cpu
