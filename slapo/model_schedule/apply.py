@@ -167,7 +167,7 @@ class _RecipeRun:
         """Prove a draft or a recipe of another family, which may be wrong for this model."""
         inputs = self.example_inputs()
         what = (
-            "the recipe of another family, given for {}," if self.is_foreign else "the draft of {}"
+            "the recipe of another family, given for {}," if self.is_foreign else "the table for {}"
         )
         prove(self.sch, in_training(self.sch.mod, inputs), self.again, what)
 

@@ -90,9 +90,9 @@ def prove(sch: Schedule, inputs: Any, again: Callable[[Schedule], None], what: s
             except VerificationError as found:
                 said = f"{found}\nThe check alone was inconclusive: {said}"
         error.args = (
-            f"{what.format(kind)} fails the check on {sch.world_size} ranks: {said}\nWrite a "
-            "table for the family (help(slapo.model_schedule.Recipe)), or pass check=False if "
-            "you know that the check is wrong",
+            f"{what.format(kind)} fails the check on {sch.world_size} ranks: {said}\nFix the "
+            "table, or write one for the family (help(slapo.model_schedule.Recipe)), or pass "
+            "check=False if you know that the check is wrong",
         )
         raise
 
