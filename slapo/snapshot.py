@@ -102,8 +102,9 @@ def _hooks_of(tensor: Tensor) -> list[dict[int, Any]]:
 def _shallow(value: Any) -> Any:
     if isinstance(value, Sharding):
         return value.snapshot()
-    # copy.copy() takes ten times as long for the ordered dicts of hooks.
-    return value.copy() if isinstance(value, _CONTAINERS) else value
+    # The content suffices to refill the original. copy.copy() takes ten times as long for the
+    # ordered dicts of hooks.
+    return next((kind(value) for kind in _CONTAINERS if isinstance(value, kind)), value)
 
 
 class Snapshot:

@@ -164,7 +164,7 @@ class _RecipeRun:
                 self.base[path].sync("bwd_post", "all_reduce", argument=[name])
 
     def prove(self) -> None:
-        """Prove a draft or a recipe of another family, which may be wrong for this model."""
+        """Prove a table that may be wrong for this model."""
         inputs = self.example_inputs()
         what = (
             "the recipe of another family, given for {}," if self.is_foreign else "the table for {}"

@@ -189,7 +189,7 @@ def _check_names(base: Schedule, recipe: Recipe, options: Options, config: Any) 
     if attributes:
         wrong["attributes"] = " ".join(sorted(attributes))
     if wrong:
-        hint = f"; {base.describe_unknown(absent[0].replace('*', '0'))}" if absent else ""
+        hint = f"; {base.describe_unknown(next(iter(absent)).replace('*', '0'))}" if absent else ""
         raise ValueError(
             f"the recipe names entries that {type(model).__name__} and its config lack: {wrong}"
             f"{hint}; fix the table, or pass the key of the model's own family or 'auto'"

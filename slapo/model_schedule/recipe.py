@@ -89,13 +89,13 @@ class Recipe:
     proven: bool = False
 
     @property
-    def table(self) -> dict[str, str]:
+    def table(self) -> list[tuple[str, str]]:
         """All entries of the recipe and its stacks, with paths relative to the base model."""
-        found = dict(self.splits)
+        found = list(self.splits.items())
         for stack in self.stacks:
             for names, words in stack.splits.items():
                 paths = " ".join(f"{stack.layers}.*.{name}" for name in names.split())
-                found[paths] = words
+                found.append((paths, words))
         return found
 
     def __str__(self) -> str:

@@ -38,7 +38,7 @@ import copy
 import inspect
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -71,7 +71,7 @@ _NAMES = (
 )
 _KNOWN = frozenset(_NAMES.split())
 _KEYWORDS = {"columns": {"parts"}, "rows": {"axis"}, "sum_grad": {"axis", "read"}}
-#: Least numbers of arguments.
+#: Word -> minimum number of arguments.
 _NEEDED = {"shard": 2, "whole": 1, "regroup": 2}
 #: Words that set attributes. They come last, as block sizes refer to those of the full model.
 OF_ATTRIBUTES = ("divide", "regroup")
@@ -131,17 +131,19 @@ class Entry:
         return any(word.name in names for word in self.words)
 
 
-def entries_of(base: Schedule, table: Mapping[str, str]) -> tuple[list[Entry], list[str]]:
-    """Return the entries of a table for a model, and the paths without a module.
+def entries_of(
+    base: Schedule, table: Iterable[tuple[str, str]]
+) -> tuple[list[Entry], dict[str, list[Word]]]:
+    """Return the entries of a table for a model, and the paths without a module with their words.
 
     Paths are relative to `base`; ``*`` stands for any one part of a path.
     """
     #: last part of a path -> whole paths with their words, as all layers repeat a few last parts
     wanted: defaultdict[str, list[tuple[str, list[Word]]]] = defaultdict(list)
-    for paths, text in table.items():
+    for paths, text in table:
         for path in paths.split() or [""]:
             last = path.rpartition(".")[2]
-            wanted["*" if "*" in last else last].append((path, words_of(text)))
+            wanted["*" if {"*", "?"} & {*last} else last].append((path, words_of(text)))
     found: list[Entry] = []
     matched: set[str] = set()
     seen: set[tuple[int, int]] = set()  # a module registered at several paths is one module
@@ -152,7 +154,8 @@ def entries_of(base: Schedule, table: Mapping[str, str]) -> tuple[list[Entry], l
                 seen.add((id(words), id(node.mod)))
                 matched.add(wish)
                 found.append(Entry(node, words))
-    return found, [path for each in wanted.values() for path, _ in each if path not in matched]
+    pairs = (pair for each in wanted.values() for pair in each)
+    return found, {path: words for path, words in pairs if path not in matched}
 
 
 def split(
@@ -165,9 +168,15 @@ def split(
     """Shard and sync the modules that the table of a recipe names.
 
     With `tokens`, tokens are sharded too, between these modules. With `in_stages`, a pipeline stage
-    may end between any two layers.
+    may end between any two layers. Raises ValueError if a kernel has replaced a named module.
     """
-    found, _ = entries_of(base, recipe.table)
+    found, absent = entries_of(base, recipe.table)
+    gone = [path for path, words in absent.items() if {word.name for word in words} - {"fork_rng"}]
+    if gone:  # a kernel draws its own random values, but does not sum
+        raise ValueError(
+            f"kernels have replaced {gone}, which the table names; leave these out of the table, "
+            "or keep them by kernels=False and attn_op_name=None"
+        )
     run = _Split(base, stacks, found, tokens, in_stages, trusts_entries=recipe.proven)
     for block in run.wholes:
         block.sync("fwd_pre", "all_gather", axis=TOKENS, tensor_parallel_output_grad=False)
@@ -262,9 +271,9 @@ class _Split:
         if axis is not None:
             node.sync("fwd_pre", "all_gather", axis=axis, argument=names or None)
             self.gathered.append(node.path)
+            names = []  # the gather sums their gradients
         if axis is None or reads:
-            summed = [*([] if axis is not None else names), *reads]
-            node.sync("bwd_post", "all_reduce", argument=summed or None)
+            node.sync("bwd_post", "all_reduce", argument=[*names, *reads] or None)
 
     def spread_tokens(self) -> None:
         """Shard tokens from the first layer to the last."""

@@ -57,7 +57,7 @@ def sum_output(node: Schedule, axis: int | None) -> None:
         node.sync("fwd_post", "reduce_scatter", axis=axis)
 
 
-# --- experts ------------------------------------------------------------------------------------
+# --- experts and gradients -----------------------------------------------------------------------
 def split_experts(node: Schedule) -> None:
     """Shard every expert; gradients of states and routing weights are partial."""
     node.shard("gate_up_proj", axis=1, blocks=2).shard("down_proj", axis=2)

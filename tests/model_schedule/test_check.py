@@ -98,3 +98,11 @@ def test_a_table_that_names_what_is_not_there(
     with changed_recipe(key, changes), fake_world(2, 1):
         with pytest.raises(ValueError, match=says):
             apply_schedule(MODELS[key].build(), "changed")
+
+
+def test_a_table_that_names_what_a_kernel_replaces() -> None:
+    splits = {"attn.attention.attn_dropout": "sum"}
+    with changed_recipe("gpt_neo", {"splits": splits}), fake_world(2, 1):
+        says = r"replaced \['h\.\*\.attn\.attention\.attn_dropout'\].*attn_op_name=None"
+        with pytest.raises(ValueError, match=says):
+            apply_schedule(MODELS["gpt_neo"].build(), "changed")
