@@ -39,9 +39,12 @@ class PlacementError(VerificationError):
     ----------
     is_certain : bool
         False if no rule covers an operation, or the model does not run.
+    origins : tuple of str
+        Paths of the modules that the shards and partial sums of the refused operation come from.
     """
 
     is_certain = True
+    origins: tuple[str, ...] = ()
 
 
 class MissingPackageError(SlapoError, ImportError):

@@ -244,7 +244,7 @@ class _Backward:
     def _ends_whole_layer(self, node: Node) -> bool:
         """Return whether a node ends a layer with parameters whose gradients would be partial."""
         call = node.call
-        own = [f"{call.path}.{name}" for name, _ in call.module.named_parameters(recurse=False)]
+        own = [f"{call.path}.{name}" for name, _ in call.module.named_parameters()]
         return (
             node.kind == "exit"
             and call.is_leaf

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,8 @@ from slapo.derive.collectives import Collectives, ImpossibleError, place
 from slapo.derive.sizes import Key, UnfitNumbersError, divided_attributes
 from slapo.derive.trace import Trace, trace
 from slapo.example_inputs import text_config
-from slapo.history import numberless
+from slapo.graph.trace.leaves import is_torch_leaf
+from slapo.history import contains, numberless
 from slapo.sharding.sync_hooks import input_names
 
 #: Maximum number of choices, each without the axes that made the previous one impossible.
@@ -37,7 +37,8 @@ class Derivation:
     #: paths of embeddings sharded by rows, and of the layers that make logits
     tables: list[str]
     heads: list[str]
-    #: reasons why axes were given up
+    #: names of axes that were given up, and the reasons
+    banned: set[str]
     given_up: list[str]
 
     def sharded(self) -> Iterator[tuple[str, int, list[Term]]]:
@@ -62,13 +63,13 @@ class Derivation:
         return [axis for axis in dict.fromkeys(axes) if not axis.whole]
 
     def axes_below(self, path: str, outside: bool = False) -> list[str]:
-        """Return the names of the sharded axes of a module's parameters, or of all others."""
-        prefix = f"{path}." if path else ""
+        """Return the axes of the sharded dimensions of a module's parameters, or of all others."""
         found: dict[str, None] = {}
         for name, number in self.found.parameters.items():
-            if name.startswith(prefix) != outside:
-                axes = itertools.chain(*map(axes_in, self.found.values[number].dims))
-                found |= {axis.name: None for axis in axes if axis in self.chosen}
+            if contains(path, name) != outside:
+                dims = (t for t in self.found.values[number].dims if is_sharded(t, self.chosen))
+                # All factors: heads that do not fit are not saved by sharding each head.
+                found |= {axis.name: None for term in dims for axis in axes_in(term)}
         return list(found)
 
     def share(self) -> float:
@@ -100,6 +101,8 @@ class Derivation:
         if not axes:
             return "has size 1"
         free = [axis for axis in axes if not (axis.whole or axis.size % self.ranks)]
+        if free and all(axis.name in self.banned for axis in free):
+            return "given up"
         if free:
             return "excluded by the axes that are sharded"
         whys = {
@@ -166,10 +169,11 @@ def _derive(
         for term in found.values[number].dims:
             keep_whole(term, "used by no operation")
     for path, module in model.named_modules():
-        # they pass their weights as a list
-        if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
-            for name, _ in module.named_parameters():
-                for term in found.values[found.parameters[f"{path}.{name}"]].dims:
+        # Recurrent layers pass their weights as a list, and parts of torch's layers are no nodes.
+        has_parts = next(module.children(), None) is not None
+        if isinstance(module, nn.RNNBase) or (has_parts and is_torch_leaf(module)):
+            for name, number in found.parameters.items():
+                for term in found.values[number].dims if contains(path, name) else ():
                     keep_whole(term, f"used by a kernel of {type(module).__name__}")
     _name_axes(found)
     sizes, banned, given_up = _bytes_of(found), set(banned), list[str]()
@@ -184,8 +188,9 @@ def _derive(
             given_up.append(str(error))
             names = {axis.name for axis in error.axes} or {axis.name for axis in chosen}
             banned |= names
+    own_heads = list(heads)
     return Derivation(
-        found, ranks, chosen, collectives, divided, gathered, tables, list(heads), given_up
+        found, ranks, chosen, collectives, divided, gathered, tables, own_heads, banned, given_up
     )
 
 

@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from slapo.derive.axes import Term, carve, cut, factors, fresh, keep_whole, size_of, unify
 from slapo.derive.rules import MAKERS, AxisCall, Dims, apply_rule
 from slapo.derive.sizes import Counted, Key, SizeUse, counted_attributes
+from slapo.graph.trace.leaves import is_torch_leaf
+from slapo.history import contains
 from slapo.random import states_kept
 from slapo.snapshot import attributes_kept
 from slapo.utils.outputs import tensors_in as tensors_of_output
@@ -45,10 +47,12 @@ class ModuleCall:
 
     path: str
     module: nn.Module
+    #: true without children, and for torch's own layers, whose parts are no nodes of a schedule
     is_leaf: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.is_leaf = next(self.module.children(), None) is None
+        has_parts = next(self.module.children(), None) is not None
+        self.is_leaf = not has_parts or is_torch_leaf(self.module)
 
 
 @dataclass
@@ -250,8 +254,8 @@ class _Mode(TorchDispatchMode):
     # --- modules --------------------------------------------------------------------------------
     def follow(self, module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
         """Run a module between its entry and exit nodes."""
-        path = self.names.get(id(module))
-        if not path:
+        path, around = self.names.get(id(module)), self.running[-1]
+        if not path or (around.is_leaf and contains(around.path, path)):
             return call(module, *args, **kwargs)
         here = ModuleCall(path, module)
         entered = self._enter(here, args, kwargs)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from slapo.errors import PlacementError, VerificationError
 from slapo.logger import get_logger
@@ -60,7 +61,8 @@ def lists_of_layers(base: nn.Module) -> list[str]:
     lists: dict[str, int] = {}
     for path, module in base.named_modules():
         within = any(path.startswith(f"{other}.") for other in lists)
-        kinds = {type(each) for each in module} if isinstance(module, nn.ModuleList) else set()
+        is_list = isinstance(module, nn.ModuleList) and not isinstance(module, ParametrizationList)
+        kinds = {type(each) for each in module} if is_list else set()
         if kinds and nn.ModuleList not in kinds:  # in a list of lists, each is a stack
             lists |= {} if within else {path: sum(p.numel() for p in module.parameters())}
     return [path for path, size in lists.items() if size >= max(1, _SMALL * max(lists.values()))]

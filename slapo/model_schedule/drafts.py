@@ -299,12 +299,14 @@ def _draft(
             break
         except PlacementError as error:
             verdict = error
+            # A module may have several shards: only those that meet in the operation are given up.
+            paths = {_sharded_at(derivation, path) for path in error.origins or (error.path,)}
             # The second of its kind stands for all layers: a try for each would take too long.
-            kind = numberless(error.path)
-            paths = [p for p, _ in model.named_modules() if numberless(p) == kind]
-            paths = paths if kind in refused else [error.path]
-            refused.add(kind)
-            more = agree([name for path in paths for name in _axes_at(derivation, path)])
+            kinds = set(map(numberless, paths))
+            if kinds <= refused:
+                paths = {path for path, _ in model.named_modules() if numberless(path) in kinds}
+            refused |= kinds
+            more = agree([name for path in paths for name in derivation.axes_below(path)])
             if not more or banned.issuperset(more):
                 break
             given_up.append(str(error).partition("; ")[0])
@@ -347,13 +349,11 @@ def _refuse_unfit_ranks(derivation: Derivation) -> None:
         )
 
 
-def _axes_at(derivation: Derivation, path: str) -> list[str]:
-    """Return the sharded axes of a module, or of the nearest enclosing one that has some."""
-    while True:
-        found = derivation.axes_below(path)
-        if found or not path:
-            return found
+def _sharded_at(derivation: Derivation, path: str) -> str:
+    """Return the path of a module, or of the nearest enclosing one, with sharded parameters."""
+    while path and not derivation.axes_below(path):
         path = path.rpartition(".")[0]
+    return path
 
 
 def _apply(recipe: Recipe, sch: Schedule) -> None:

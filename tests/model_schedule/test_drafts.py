@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import slapo
 from benchmark.draft_ranks import sharded_share
@@ -128,6 +130,49 @@ def test_tokens_around_attention_of_torch_are_refused() -> None:
         apply_schedule(
             own(of_torch), "draft", example_inputs={"ids": ids(3, 12)}, sequence_parallel=True
         )
+
+
+class WholeBlock(Packed):
+    """Attention with literal sizes, and an MLP in the same module."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden, literal=True)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(super().forward(x))))
+
+
+class Parametrized(Gated):
+    """Layers of torch whose weight a module computes, in front of others."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        self.turn = parametrizations.orthogonal(nn.Linear(hidden, hidden, bias=False))
+        self.mix = parametrizations.weight_norm(nn.Linear(hidden, hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.mix(self.turn(x)))
+
+
+def whole_parts(rank: int, world_size: int) -> dict[str, tuple[float, list[str]]]:
+    quiet()
+    found = {}
+    for kind in (WholeBlock, Parametrized):
+        drafted = draft_in_group(own(kind), ids(), dist.group.WORLD)
+        share = by_verify(own(kind), drafted, ids(2, 7, seed=2))
+        found[kind.__name__] = share, drafted.given_up
+    return found
+
+
+def test_parts_of_a_module_stay_whole() -> None:
+    first, second = run_distributed(whole_parts, 2)
+    assert first == second
+    (share, (given_up,)), (parametrized, none) = first["WholeBlock"], first["Parametrized"]
+    assert "'blocks.0'" in given_up
+    assert share > 0.5, "the MLP is sharded"
+    assert parametrized > 0.7
+    assert not none
 
 
 def few_heads(rank: int, world_size: int) -> list[float]:
@@ -375,6 +420,7 @@ def test_reasons(block: Any, name: str, why: str) -> None:
     assert "blocks.1.both.weight" not in drafted.left_whole
     if block is literal:  # given up, and said why
         assert "blocks.0" in " ".join(drafted.given_up)
+        assert drafted.left_whole[name][0] == "given up"
     assert f"left whole: {name}" in drafted.summary()
 
 

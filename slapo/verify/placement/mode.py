@@ -63,8 +63,9 @@ class PlaceMode(OperationLog):
         super().__init__(model)
         self.group = group
         self.rank, self.ranks = group_rank(group), group_size(group)
-        #: number of operations so far
+        #: number of operations so far, and the placements that the last one returned
         self.calls = 0
+        self.returned: list[Place] = []
         #: module -> shapes of its views in one process, in order
         self._views: defaultdict[str, deque[Shape]] = defaultdict(deque)
         for each in alone.operations:
@@ -115,10 +116,11 @@ class PlaceMode(OperationLog):
                 self._check_in_place(call, found)
         except PlacementViolation as misfit:
             raise self.stop(call.name, call.tensors, call.places, misfit) from None
-        for out, place in zip(call.outs, found, strict=False):
+        self.returned = [self.born(call, place) for place in found]
+        for out, place in zip(call.outs, self.returned, strict=False):
             if any(out is tensor for tensor in call.tensors):
                 self._forget_constants(out)
-            put_place(out, self.born(call, place))
+            put_place(out, place)
             if place.uniform or place.is_zero:
                 self._constants.setdefault(_memory(out), []).append(weakref.ref(out))
 

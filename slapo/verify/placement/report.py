@@ -32,7 +32,7 @@ def wrong_operation(sch: Schedule, stop: Stop) -> PlacementError:
         said = f"{_where(sch, stop.path, stop.in_backward)}: {stop.operation} of {shown}{why}"
     further = "" if stop.fits else kept_sizes(sch, stop.path, sch.history)
     finding = replace(_judged(sch, stop), said=said, path=stop.path, further=further)
-    return _error(sch, finding, stop.is_certain and stop.fits)
+    return _error(sch, finding, stop.is_certain and stop.fits, [place for _, place in parts])
 
 
 def wrong_gradient(sch: Schedule, name: str, wanted: Place, found: Place) -> PlacementError:
@@ -68,16 +68,21 @@ def wrong_sizes(sch: Schedule, found: Operation | None, wanted: Operation | None
     return _error(sch, Finding(said, path, advice=advice))
 
 
-def unrunnable(sch: Schedule, error: Exception) -> PlacementError:
-    """Error for a model that fails on its own."""
+def unrunnable(sch: Schedule, error: Exception, before: Iterable[Place]) -> PlacementError:
+    """Error for a model that fails on its own, after an operation with these results."""
     path = running_in(error, sch.mod) or ""
     said = f"{_where(sch, path, False)} fails with {type(error).__name__}: {error}"
-    return _error(sch, Finding(said, path, further=kept_sizes(sch, path, sch.history)), False)
+    finding = Finding(said, path, further=kept_sizes(sch, path, sch.history))
+    return _error(sch, finding, False, before)
 
 
-def _error(sch: Schedule, finding: Finding, is_certain: bool = True) -> PlacementError:
+def _error(
+    sch: Schedule, finding: Finding, is_certain: bool = True, places: Iterable[Place] = ()
+) -> PlacementError:
     error = finding.error(PlacementError, "check", sch, sch.history)
+    births = (place.birth for place in places if not place.is_whole)
     error.is_certain = is_certain
+    error.origins = tuple({birth.path: None for birth in births if birth is not None})
     return error
 
 

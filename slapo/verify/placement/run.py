@@ -185,7 +185,7 @@ class _Check:
             except Stop as stop:
                 raise wrong_operation(sch, stop) from None
             except Exception as error:
-                raise unrunnable(sch, error) from error
+                raise unrunnable(sch, error, mode.returned) from error
             if not losses:
                 raise SlapoError(
                     f"check: the output, a {type(output).__name__}, holds no tensor to start the "
