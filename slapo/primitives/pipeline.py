@@ -61,21 +61,21 @@ class CutPipelineStagePrimitive(Primitive, name="cut_pipeline_stage"):
         if note and (call is None or not calls or call in calls):
             raise ValueError("a stage ends after this module already; leave the second cut out")
         above, name = sch.parent, sch.name
-        if not isinstance(innermost(above.mod), fx.GraphModule):  # maybe inlined further up
-            graph, path = sch.graph_above()
-            above, name = (above, name) if graph is None else (graph, path)
-        parent = innermost(above.mod)
-        if not isinstance(parent, fx.GraphModule):
+        # Modules between a graph and this one may be inlined, or never called: an nn.ModuleDict.
+        while above.parent is not None and not isinstance(innermost(above.mod), fx.GraphModule):
+            above, name = above.parent, f"{above.name}.{name}"
+        graph = innermost(above.mod)
+        if not isinstance(graph, fx.GraphModule) or not _calls(graph, name):
+            if above is sch.parent and isinstance(graph, fx.GraphModule):
+                raise SlapoError(
+                    f"the graph of {above.where} does not call {name!r}; trace it with its "
+                    "children as calls (trace_until, or flatten=False)"
+                )
             raise SlapoError(
-                f"the parent, {above.where}, is not traced; call "
+                f"the parent, {sch.parent.where}, is not traced; call "
                 f"trace_until({sch.parent.path!r}) on the root first; pass "
                 'tracer="huggingface" for a Transformers model, or with example_inputs= '
                 "where Python branches on values"
-            )
-        if not _calls(parent, name):
-            raise SlapoError(
-                f"the graph of {above.where} does not call {name!r}; trace it with its children "
-                "as calls (trace_until, or flatten=False)"
             )
         if call is not None:
             # The parent itself may run several times, so the number of calls has no upper bound

@@ -67,6 +67,30 @@ def cut(model: nn.Module, containers: Any, *paths: str, **kwargs: Any) -> slapo.
     return partition(sch)
 
 
+class Grouped(nn.Module):
+    """Its parts are in a dict, as in nanoGPT: a module that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.parts = nn.ModuleDict({"emb": nn.Embedding(16, 8), "h": layers})
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.parts["emb"](ids)
+        for layer in self.parts["h"]:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("container", ["", "parts"])
+def test_a_dict_of_modules_is_looked_through(container: str) -> None:
+    model = Grouped()
+    wanted = model(ids())
+    sch = cut(model, container, "parts.h.0")
+    assert [*sch["submod_0"].mod.state_dict()][0] == "parts.emb.weight"
+    torch.testing.assert_close(sch.mod(ids()), wanted)
+
+
 def ids() -> Tensor:
     return torch.randint(0, 16, (3, 5), generator=torch.Generator().manual_seed(0))
 
