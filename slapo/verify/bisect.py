@@ -157,11 +157,16 @@ class _Search:
 
     def blame(self) -> Blame | None:
         """Return the first explanation that holds."""
+        # From the most specific explanation to the least. An explanation counts only if the
+        # schedule is right with it, so the order decides which of several fixes is reported.
         error, applied = self.judge(_Edit()), self.applied
         if self.raised is not None:
             raise self.raised
         if error is None:
             return None
+        # All primitives are left out here, but the user's function still runs: hooks that it
+        # registers itself stay, and only a model that fails without the function is the model's own
+        # fault.
         if self.judge(_first(0)) is not None:
             self.schedule = lambda sch: None
             alone = self.judge(_Edit())
@@ -185,6 +190,8 @@ class _Search:
         self.modules = {path for path, _ in sch.mod.named_modules()}
         verifies = sch.world_size == 1 or has_peers(sch.group)
         try:
+            # A fake group has no other ranks to compare values with; there only placements are
+            # judged.
             with Verify(sch, self.inputs, enable=verifies, loss_fn=self.loss_fn):
                 self._apply(sch, edit)
                 if sch.world_size > 1:  # Verify does so too, and also compares values
@@ -206,6 +213,8 @@ class _Search:
         def scheduled() -> None:
             sch.state.admits = admits
             self.schedule(sch)
+            # Remedies are not steps of the user's function: they are neither counted in `applied`,
+            # whose indices the edits use, nor left out.
             sch.state.admits = None
             for remedy in edit.added:
                 remedy.apply(sch)
@@ -221,6 +230,7 @@ class _Search:
             yield _Edit(remedy.path, added=(remedy,))
             like = numberless(remedy.path)
             paths = sorted(path for path in self.modules if numberless(path) == like)
+            # A user who forgets a call in a loop has forgotten it in every layer.
             if len(paths) > 1:
                 yield _Edit(added=tuple(replace(remedy, path=path) for path in paths))
         near = _nearness(error)
@@ -229,14 +239,22 @@ class _Search:
         )
         for number, each in enumerate(applied):
             other = _other_gradient(each)
+            # Only modules that share at least the first part of their path with the error's
+            # location: a gather elsewhere may have the wrong flag too, but would not explain this
+            # error.
             if other is not None and near(each.record.path) <= near(""):
                 yield _Edit(other.path, (number,), (other,))
+        # Last, because leaving out one primitive may also hide the fault of another. Each try costs
+        # a whole check.
         by_nearness = sorted(range(len(applied)), key=lambda i: near(applied[i].record.path))
         for number in by_nearness[:_TRIES]:
             yield _Edit(applied[number].record.path, (number,))
 
     def _last_good(self, applied: Sequence[_Applied]) -> int:
         """Number of primitives after which the schedule is never right again."""
+        # Between a shard and its sync every schedule is wrong, so single primitives do not tell
+        # right from wrong. Bisect over the boundaries between layers (or modules outside layers),
+        # where a schedule can be right, then walk back inside the one unit that is left.
         good, bad = 0, len(applied)
         units = [_layer(each.record.path) or each.record.path for each in applied]
         bounds = [n for n in range(1, bad) if units[n - 1] != units[n]]
@@ -251,14 +269,14 @@ class _Search:
 
 
 def _against_siblings(applied: Sequence[_Applied], modules: set[str]) -> list[_Edit]:
-    """Edits from differences between the same modules of different layers.
-
-    `modules` are the existing paths.
-    """
+    """Edits from differences between the same modules of different layers."""
     by_path: dict[str, list[int]] = {}
     for number, each in enumerate(applied):
         by_path.setdefault(each.record.path, []).append(number)
     found: list[_Edit] = []
+    # Layers of a model are scheduled alike as a rule. A difference between `h.3.mlp` and `h.4.mlp`
+    # is thus a likely fault, in either direction: an extra call, a missing one, or another
+    # argument.
     likes, layers = set(map(numberless, by_path)), set(map(_layer, by_path))
     # Modules without primitives whose counterparts in another layer have some.
     absent = [

@@ -42,6 +42,7 @@ def compare_outputs(trial: PairedRun, given: Any, wanted: Any) -> None:
         limit = trial.rtol(right[name]) * scale_of(right[name])
         error = difference(left[name], right[name])
         worst = max(worst, error if error > limit else 0.0)
+    # Every rank gets here, whatever it has found: from here on each line is a collective.
     compare_kinds(trial, given, wanted)
     if not sides.any_rank(worst > 0.0):
         return

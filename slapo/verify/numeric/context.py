@@ -159,6 +159,7 @@ class Verify:
         traceback: TracebackType | None,
     ) -> None:
         try:
+            # Perhaps only this rank failed: the others are about to wait for it in `meet`.
             if self.enable and error is not None:
                 self.sides.peers.report(error)
             elif self.enable:
@@ -194,11 +195,14 @@ class Verify:
 
     def _check_placements(self) -> None:
         """Check the placements of a complete model; their errors name the missing call."""
+        # The check derives placements from the root's inputs and demands a whole output. The inputs
+        # and the output of a node inside a sharded region may be slices.
         if self.sch.world_size == 1 or self.sch.path:
             return
         try:
             check(self.sch, self.sides.kwargs or self.sides.args, self.loss_fn)
         except PlacementError as error:
+            # Otherwise an operation has no rule, or torch refused its sizes: the values decide.
             if error.is_certain:
                 raise
 
@@ -214,6 +218,8 @@ class Verify:
     def _materialize_reference(self, device: torch.device) -> None:
         """Initialize a copy on meta in the same way as the full model."""
         reference = self.sides.reference
+        # Transformers initializes by a method of the root model, which a node below it does not
+        # have.
         own: Any = getattr(reference, "_init_weights", None)
         top: Any = getattr(self.sch.get_top_schedule().mod, "_init_weights", None)
         init = True if own is not None or top is None else top
@@ -249,33 +255,29 @@ class Verify:
 
 # --- the runs -------------------------------------------------------------------------------------
 def _compare_all(sides: ModelPair, eval_mode: bool) -> None:
-    """Make the runs, and check each.
-
-    1. Forward in the model's own dtype and in train mode, without randomness: the scheduled model
-       must run as it is, return the same types and dtypes, and drop with the same probabilities.
-    2. Forward and backward in float64: compares all values. In train mode if it computes something
-       else than eval mode, as with batch statistics; otherwise in eval mode.
-    3. Forward in the other mode if the two differ.
-
-    Models that do not support float64 are compared in float32, or in their own dtype.
-    """
+    """Make the runs, and check each."""
+    # 1. Forward in the model's own dtype and in train mode, without randomness: the scheduled model
+    #    must run as it is, return the same types and dtypes, and drop with the same probabilities.
+    # 2. Forward and backward in float64, or the widest dtype that runs: compares all values.
+    # 3. Forward in the other mode, if train and eval mode compute different values.
     output, dropouts = _run_plainly(sides, eval_mode)
     if not eval_mode:
         _compare_numbers(sides, RunMode(training=True))
+    # Draws and batch statistics were recorded, so train mode computes other values: gradients are
+    # compared there, as the model will train.
     elif dropouts is not None and dropouts.differs:
         _compare_numbers(sides, RunMode(training=True, quiet=True))
         _compare_numbers(sides, RunMode(training=False, gradients=False))
     else:
         wanted = _compare_numbers(sides, RunMode(training=False))
+        # Nothing recorded, but a module may test `self.training` itself: compare the outputs of the
+        # modes.
         if dropouts is not None and sides.any_rank(_are_apart(output, wanted)):
             _compare_numbers(sides, RunMode(training=True, quiet=True))
 
 
 def _run_plainly(sides: ModelPair, eval_mode: bool) -> tuple[Any, DropoutRecorder | None]:
-    """Make the first run, in eval mode if train mode fails for this model.
-
-    Returns the output and the dropouts of the original; None instead of the latter in eval mode.
-    """
+    """The original's output and, in train mode, its dropouts; in eval mode if train mode fails."""
     # A graph traced in eval mode may be valid for eval mode only.
     may_refuse = eval_mode and not sides.any_rank(sides.sch.mod.training)
     try:
@@ -323,6 +325,7 @@ def _numbers(sides: ModelPair, way: RunMode) -> Any:
             wanted = trial.run_original()
             given = trial.run_scheduled()
         sides.peers.meet("numbers")
+        # Not part of the attempts: a difference is a fault, and no reason to try another dtype.
         compare_outputs(trial, given.output, wanted.output)
         if way.gradients:
             with trial.attempt() if may_refuse else nullcontext():
@@ -338,6 +341,7 @@ def _are_apart(own: Any, double: Any) -> bool:
     """Return True if outputs of train and eval mode differ by more than rounding."""
     others = dict(tensors_in(double))
     for name, tensor in tensors_in(own):
+        # Rounding of a half-precision output comes close to the limit.
         if tensor.dtype not in (torch.float32, torch.float64) or name not in others:
             continue
         if difference(tensor, others[name]) > _OTHER_MODE * scale_of(others[name]):

@@ -25,9 +25,12 @@ _FILL = 1e30
 
 def copy_model(sch: Schedule) -> nn.Module:
     """A copy of the module whose parameters keep their tags."""
+    # A process group cannot be copied; both models communicate over the same one.
     memo: dict[int, Any] = {id(sch.group): sch.group} if sch.group is not None else {}
     copied = copy.deepcopy(sch.mod, memo)
     for mine, new in zip(slots(sch.mod), slots(copied), strict=True):
+        # ``nn.Parameter.__deepcopy__`` drops attributes and hooks: `partial_grad`, and the sum that
+        # it asks for, are set again.
         new.tensor.__dict__.update(tags_of(mine.tensor))
         apply_tags(new.tensor, {}, sch.group)
         new.tensor.grad = None
@@ -76,8 +79,13 @@ def weighed(output: Any) -> Tensor | None:
     for _, tensor in tensors_in(output):
         if not tensor.is_floating_point():
             continue
+        # Drawn for each output, also one without a gradient, so that both models' outputs keep the
+        # same weights; on the CPU in float32, so that these do not depend on the device or the
+        # dtype of the run.
         weights = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
         if tensor.requires_grad:
+            # Masked logits are -inf, and their product with a weight would make the loss infinite
+            # or NaN.
             finite = tensor.detach().isfinite()
             usable = tensor if bool(finite.all()) else tensor.masked_fill(~finite, 0.0)
             usable = usable if tensor.dtype == torch.float64 else usable.float()
@@ -137,6 +145,7 @@ def difference(given: Tensor, wanted: Tensor) -> float:
     a, b = given.detach(), wanted.detach().to(given.device)
     if not (a.is_floating_point() or a.is_complex()):
         return 0.0 if torch.equal(a, b) else float("inf")
+    # A difference of two half-precision values may round to zero or overflow in their own dtype.
     wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
     apart = (a.to(wide) - b.to(wide)).abs_()
     worst = apart.max().item()

@@ -113,6 +113,7 @@ def _enter(call: Call, tensor: Tensor) -> Tensor:
     call.inputs.append(tensor.detach().clone())
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
+    # A hook on the tensor itself would get the sum of the gradients of all its uses.
     own = tensor.view_as(tensor)
     own.register_hook(lambda grad: call.sent.__setitem__(number, grad.detach().clone()))
     return own
@@ -138,6 +139,9 @@ class Comparison:
 
     def output(self) -> tuple[Call, str, str] | None:
         """The call at fault for a different output, the amount, and the path where it shows."""
+        # Calls end innermost first, so the first call that differs is the innermost one at fault,
+        # unless it was fed wrong values. Calls without a counterpart (modules of a replacement)
+        # cannot be compared: they stay suspects until a later call agrees with the original.
         new: list[Call] = []
         for call in self.given.calls:
             target = self.expected.get(call.key)
@@ -170,6 +174,9 @@ class Comparison:
 
     def gradient(self) -> tuple[Call, str] | None:
         """The innermost call with a correct output gradient and a wrong input gradient."""
+        # Descend from the root: among the calls made by the current one, the backward pass reaches
+        # the last first, so the last call that gets a right gradient and returns a wrong one is at
+        # fault, or something in it is. Stop where no such call exists.
         current, found = self.given.root, ""
         while True:
             cut = [call for call in current.parts if self._is_cut_off(call)]
@@ -182,6 +189,8 @@ class Comparison:
             if not senders or (current.parent is not None and len(sharded) > 1):
                 break
             current, found = senders[-1]
+            # Below this module gradients of inputs are summands by design; only the module's own
+            # can be compared.
             if any(sync.mode == "bwd_post" for sync in syncs_of(innermost(current.module))):
                 break
         return None if current is self.given.root else (current, found)
@@ -210,8 +219,10 @@ class Comparison:
     def _compare(self, call: Call, mine: Tensor | None, target: Tensor | None) -> str:
         """Describe how much a tensor of a call differs; empty if equal or unknown."""
         placement = layout_of(innermost(call.module)).output
+        # A row-parallel layer's output before its sum is right and unequal.
         partial = mine is call.output and placement is not None and placement.kind == "partial"
         whole = None if mine is None or target is None or partial else mine
+        # All ranks take the same branch, since `gather` below is a collective.
         if self.any_rank(whole is None):
             return ""
         assert whole is not None, "looked at above"

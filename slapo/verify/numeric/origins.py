@@ -104,6 +104,8 @@ class Origins:
                 grads[self.names[id(param)]] = gradient_of(param)
         # Use the precision of the run.
         dtypes = [grad.dtype for grad in grads.values()]
+        # The gradient of the original follows from the function that makes a tensor from the
+        # original's values: run it on leaves, and send the tensor's gradient back through it.
         leaves = {
             id(t): t.detach().to(reduce(torch.promote_types, dtypes, t.dtype)).requires_grad_()
             for t in full.values()
@@ -123,6 +125,7 @@ class Origins:
         if origin is None:
             return None
         for leaf, box in origin.needs():
+            # Pieces in the copy are disjoint, so counting elements shows if they cover the box.
             left = torch.Size(lengths(box)).numel()
             for source, (name, _) in self._places.get(leaf, {}).items():
                 shared = overlap(source, box)

@@ -92,16 +92,15 @@ class ModelPair:
 
 
 def _perturbed(model: nn.Module, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Full tensors by name; constant ones with noise.
-
-    A zero bias hides that it is added twice, norms of ones hide a swap, a zero projection hides
-    everything before it. No schedule may rely on such values: training changes them.
-    """
+    """Full tensors by name; constant ones with noise."""
+    # A zero bias hides that it is added twice, norms of ones hide a swap, a zero projection hides
+    # everything before it. No schedule may rely on such values: training changes them.
     found: dict[str, Tensor] = {}
     made: dict[int, Tensor] = {}
     for slot in slots(model):
         value = full[slot.name]
         if _is_free(slot) and _is_constant(value):
+            # Tied parameters must stay equal.
             key = id(slot.tensor)
             if key not in made:
                 made[key] = value + _noise(value, slot.name)
@@ -111,14 +110,12 @@ def _perturbed(model: nn.Module, full: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def _is_free(slot: Slot) -> bool:
-    """Return True for parameters and batch statistics, which may take other values.
-
-    Other buffers are masks and positions.
-    """
+    """Return True for parameters and batch statistics, which may take other values."""
     if not slot.tensor.is_floating_point():
         return False
     if isinstance(slot.tensor, nn.Parameter):
         return True
+    # Other buffers are masks and positions.
     return isinstance(slot.owner, _NormBase) and slot.leaf in ("running_mean", "running_var")
 
 
@@ -130,6 +127,7 @@ def _is_constant(value: Tensor) -> bool:
 
 
 def _noise(value: Tensor, name: str) -> Tensor:
+    # Not ``hash(name)``, which differs between processes: all ranks must perturb alike.
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     drawn = torch.rand(value.shape, generator=generator, dtype=torch.float32) * 2 - 1
     constant = abs(float(value.flatten()[0]))

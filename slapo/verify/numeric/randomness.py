@@ -85,6 +85,8 @@ class DropoutRecorder(TorchFunctionMode):
             args = self._kept_whole(func, args, kwargs)
         elif func in _DRAWS:
             self.differs = True
+            # Draw first: the function gives the right shape and dtype, and fills an `out` or
+            # in-place argument.
             drawn: Tensor = func(*args, **kwargs)
             with torch.no_grad():
                 return drawn.fill_(_DRAWS[func])

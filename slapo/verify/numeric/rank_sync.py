@@ -35,6 +35,7 @@ class RankSync:
             return
         self._ranks = tuple(dist.get_process_group_ranks(group))
         self._rank = dist.get_rank()
+        # Keys of an earlier verification stay in the store, so each gets a prefix of its own.
         _TIMES[self._ranks] += 1
         place = f"slapo/verify/{'-'.join(map(str, self._ranks))}/{_TIMES[self._ranks]}"
         store = dist.distributed_c10d._get_default_store()
@@ -86,6 +87,8 @@ class RankSync:
         """Meet before a collective of the model, because a failed rank would be missing in it."""
         if step.communicates and self._store is not None:
             ranks = dist.get_process_group_ranks(group)
+            # Ranks of another group do not all take part in this verification, and would never be
+            # met.
             if tuple(ranks) == self._ranks:
                 shape = list(tensor.shape)
                 if arguments.get("total") is not None:  # parts differ in size between ranks
@@ -125,5 +128,6 @@ class RankSync:
             ) from gone
         if reported:
             left = [rank for rank in self._ranks if not reported.startswith(f"rank {rank} ")]
+            # If this rank hosts the store, the others could not read the cause once it has exited.
             self._failure.wait_for_readers(left)
             raise VerificationError(f"Verify failed on {reported}") from noticed

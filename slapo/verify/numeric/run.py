@@ -72,12 +72,15 @@ class PairedRun:
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """Raise `Refused` on all ranks if any rank fails; a fault shows again in the own dtype."""
+        # A failure in the store is final for all ranks. An attempt may fail and go on, so it
+        # reports to a store of its own.
         peers, self.peers = self.peers, RankSync(self.sides.sch.group)
         error: Exception | None = None
         try:
             with self.peers.reported():
                 yield
         except Exception as raised:
+            # A rank is gone, and the exchange below would wait for it.
             if is_broken_collective(raised):
                 raise
             error = raised
@@ -108,6 +111,8 @@ class PairedRun:
             if not tensor.is_floating_point():
                 return tensor.clone()
             value = tensor.detach().to(self.way.wide or tensor.dtype, copy=True)
+            # Also inputs that need no gradient in training: a missing sum in the backward pass of
+            # the first module shows in their gradients only.
             inputs.append(value.requires_grad_())
             return value.clone()  # not a leaf, so the model may change it in place
 
@@ -115,6 +120,8 @@ class PairedRun:
         try:
             with self.modes(quiet) as widened:
                 output = model(*args, **kwargs)
+            # Only the original may excuse a rounding; a schedule that adds one must not widen its
+            # own tolerance.
             if widened is not None and model is sides.reference:
                 self._narrow = widened.narrow
             return Outcome(output, inputs)
@@ -177,15 +184,16 @@ class PairedRun:
         """The largest allowed difference, relative to the largest value of a tensor."""
         if self.sides.rtol is not None:
             return self.sides.rtol
+        # Integers and booleans must be equal, even if the model rounds somewhere.
         dtypes = [tensor.dtype, *(self._narrow if tensor.dtype in RTOL else ())]
         return max(rtol_for(dtype, self.sides.reference) for dtype in dtypes)
 
 
 def _run_backward(loss: Tensor) -> None:
-    """``loss.backward()`` that keeps the caller's torch function modes active.
-
-    ``Tensor.backward`` disables them, but checkpoints recompute forward passes within it.
-    """
+    """``loss.backward()`` that keeps the caller's torch function modes active."""
+    # ``Tensor.backward`` is itself a torch function, so the active modes are off while it runs. A
+    # checkpoint recomputes its forward pass in there and would run with dropout and in narrow
+    # dtypes.
     engine: Any = torch.autograd.Variable._execution_engine
     ones = (torch.ones_like(loss),)
     engine.run_backward(

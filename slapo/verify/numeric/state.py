@@ -67,6 +67,8 @@ def _gone(model: nn.Module, before: dict[str, Slot], origins: Origins) -> Iterat
     for slot in slots(model):
         accounted.update(origins.parts_of(slot))
     accounted.update(names[id(p)] for p in compiled_parameters(model).values() if id(p) in names)
+    # By tensor, because a parameter that is tied in the original is accounted for by any of its
+    # names.
     kept = {id(before[name].tensor) for name in accounted if name in before}
     for name, slot in before.items():
         if isinstance(slot.tensor, nn.Parameter) and id(slot.tensor) not in kept:
@@ -108,6 +110,8 @@ def _untied(now: Sequence[Slot], before: dict[str, Slot], origins: Origins) -> I
         if name not in before or not isinstance(slot.tensor, nn.Parameter):
             continue
         original = before[name].tensor
+        # One walk for both directions: an original parameter must have one tensor now, and a tensor
+        # now must come from one original parameter.
         other = first.setdefault(id(original), slot)
         if other.tensor is not slot.tensor:
             yield Change(
@@ -155,6 +159,8 @@ def _changed(
             f"register_buffer(..., persistent={is_saved})",
         )
     was_whole = all(part.spec is None for part in parts)
+    # No values on meta. A packed tensor is made from full tensors, and a copy of a sharded model
+    # holds slices only: its values are left to the runs.
     if any(tensor.is_meta for tensor in (mine, *theirs)) or not (pack is None or was_whole):
         return
     with torch.no_grad():
@@ -162,6 +168,7 @@ def _changed(
         wanted = values[0] if pack is None else pack(values)
         if wanted is None:
             wanted = values[0]
+        # Sharded within this block; slices from an earlier block are compared as they are.
         if slot.spec is not None and was_whole and wanted.shape == slot.full_shape:
             wanted = slot.spec.slice(wanted)
     if mine.shape != wanted.shape:
@@ -178,6 +185,7 @@ def _changed(
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
+    # The first makes no temporary tensors of the size of a weight, and decides nearly always.
     return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
