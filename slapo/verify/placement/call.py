@@ -91,6 +91,7 @@ class Call(OperationCall):
     def slicewise(self, mixed: Iterable[int], is_linear: bool = False) -> Place:
         """The results' placement, if only the dimensions `mixed` do not work slice by slice."""
         first, ndim = self.moved(), self.tensors[0].ndim
+        # A sum of transformed summands is the transformed sum, over whatever dimensions it runs.
         if is_linear and not any(place.is_slice for place in self.places):
             return first
         if any(place.is_partial for place in self.places):
@@ -125,6 +126,7 @@ def _parameters(func: Any) -> dict[str, tuple[int, Any]]:
     """Argument -> its position and default value."""
     found = {}
     for index, argument in enumerate(func._schema.arguments):
+        # Beyond the positional arguments of any call, so that it is looked up among the keywords.
         position = index if not argument.kwarg_only else 1_000
         found[argument.name] = (position, argument.default_value)
     return found
@@ -168,6 +170,7 @@ def rule_for(*names: str) -> Callable[[Rule], Rule]:
 def name_of(func: Any) -> str:
     """The name under which rules are registered."""
     name = func.overloadpacket.__name__
+    # Python's operators, such as ``__and__``, are no in-place operations.
     base = name[:-1] if name.endswith("_") and not name.endswith("__") else name
     return base if func.namespace == "aten" else f"{func.namespace}::{base}"
 

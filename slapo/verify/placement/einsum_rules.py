@@ -37,6 +37,7 @@ def multiplied(call: Call, equation: str, left: Place, right: Place) -> Place:
         return WHOLE
     inputs, output = equation.split("->")
     if left.is_partial or right.is_partial:
+        # A product of two sums also has the terms between different ranks, which no rank computes.
         if {left.kind, right.kind} == {PARTIAL_SUM.kind, WHOLE.kind}:
             return left if left.is_partial else right
         raise call.misfit("a product with a partial sum is right only for whole factors")
@@ -67,6 +68,7 @@ def _lies_along(letter: str, names: str, place: Place) -> bool:
 
 def _check_added(call: Call, result: Place) -> None:
     bias, place, ndim = call.tensors[0], call.places[0], call.outs[0].ndim
+    # Zeros add nothing, however often they count.
     if place.is_zero:
         return
     if result.is_partial:
@@ -127,21 +129,18 @@ def _convolved(call: Call, x: Place, weight: Place, groups: int, transposed: boo
 
 
 def _by_groups(x: Place, weight: Place, groups: int, transposed: bool) -> bool:
-    """Return True if ranks shard the groups: the channels and the weights' first dimension.
-
-    A rank may hold one of several groups. In a convolution of one group, such weights would need
-    more channels than the rank has; in a transposed one they are slices of its input channels.
-    """
+    """Return True if ranks shard the groups: the channels and the weights' first dimension."""
+    # `groups` is this rank's number, which may be 1 of several. In a real convolution of one group,
+    # such weights would need more channels than the rank has; in a transposed one they are slices
+    # of its input channels, which are contracted.
     is_contracted = transposed and groups == 1
     both = x.is_slice and x.dim == 1 and weight.is_slice and weight.dim == 0
     return both and not is_contracted
 
 
 def _cut_of_groups(call: Call, at: Sequence[int], dims: Sequence[int]) -> list[Fraction]:
-    """Relative blocks of a rank's channels, which must be equal in the given tensors.
-
-    Sizes may differ, because a group may have more inputs than outputs, or fewer.
-    """
+    """Relative blocks of a rank's channels, which must be equal in the given tensors."""
+    # Relative, because a group may have more inputs than outputs, or fewer.
     cuts = []
     for index, dim in zip(at, dims, strict=True):
         place, size = call.places[index], call.tensors[index].shape[dim]

@@ -53,9 +53,11 @@ class FakeParameters:
         if self.fake is not None:
             with self.fake:
                 return torch.empty(shape, dtype=dtype, device=device)
+        # A DTensor (as FSDP2 makes of parameters) would bring its own collectives into the run.
         is_here = not tensor.is_meta and not hasattr(tensor, "device_mesh")
         if is_here and shape == tensor.shape:
             return tensor.detach().to(dtype, copy=True)
+        # Zero is a valid index into any table.
         if not dtype.is_floating_point:
             return torch.zeros(shape, dtype=dtype, device=device)
         numbers = torch.empty(shape, dtype=torch.float32).uniform_(

@@ -55,6 +55,7 @@ def linear_loss(call: Call) -> Place:
                 f"the bias is {place} and the weight {of_weight}: slice both the same way"
             )
     _check_start(call, of_weight, weight.shape[0], settings.start)
+    # The gradient of the hidden states sums over the vocabulary, of which each rank has a part.
     setattr(ctx, _GRADIENTS, [PARTIAL_SUM, of_weight, *of_bias])
     return WHOLE
 

@@ -91,6 +91,7 @@ class PlaceMode(OperationLog):
             stop.fits = False
             raise stop from error
         call.outs = tensors_in(out)
+        # Rules of views choose among several dimensions, and need both facts before they run.
         if name in VIEWS or name.startswith("slice"):
             self._compare_view(call)
         self._settle(call)
@@ -134,6 +135,7 @@ class PlaceMode(OperationLog):
         """Add the origin of a placement; a replicated tensor keeps its latest origin."""
         if place.birth is not None or place.kind == MASKED:
             return place
+        # A report names the operation that made a partial sum, not the many that passed it on.
         births = [p.birth for p in call.places if p.kind == place.kind and p.birth is not None]
         if births:
             return replace(place, birth=max(births, key=lambda birth: birth.number))
@@ -159,6 +161,9 @@ class PlaceMode(OperationLog):
                 continue
             before = call.places[at]
             others = [t for t in self._constants_at(_memory(out)) if t is not out]
+            # A view that is not known as constant keeps the placement that it was given, which the
+            # write would make wrong: the storage has more users then than there are tensors to
+            # correct.
             if not _may_become(before, place) or _users(out) > len(others) + 1:
                 raise PlacementViolation(
                     f"it writes a tensor that is {place} into one that is {before}; create a new "
@@ -217,6 +222,8 @@ class PlaceMode(OperationLog):
         given = self._given_by(step, tensor, arguments)
         given = row_order.given_by(step, place, given)
         with self.unseen():
+            # In real processes the other ranks run the check too, but stop at errors of their own:
+            # a collective could wait for them forever.
             if step.communicates:
                 result = self._alone(step, tensor, arguments)
             else:
@@ -314,22 +321,22 @@ class PlaceMode(OperationLog):
 
     # --- random numbers and sizes ----------------------------------------------------------------
     def _draws_own(self, call: Call) -> bool:
-        """Return True if the operation draws this rank's own values for a use not yet known.
-
-        Values for slices must come from this rank's state, values for replicated tensors from the
-        common one.
-        """
+        """Return True if the operation draws this rank's own values for a use not yet known."""
         name, places = call.name, call.places
         if name.startswith(ATTENTION) and not call.get("dropout_p"):
             return False
         if name in ("bernoulli", "dropout", "native_dropout") and call.get("p") == 0:
             return False
+        # Values for slices must come from this rank's own state, or all ranks drop the same
+        # elements; values for replicated tensors from the common one, or the ranks diverge.
         is_slice = any(place.is_slice for place in places)
         is_forked = get_rng_tracker().is_forked
         blank = next((p.blank_of for p in places if p.blank_of is not None), None)
         if is_slice == is_forked and blank is None:
             return False
         pairs = zip(call.tensors, places, strict=True)
+        # Drawn by shape alone, as by `torch.rand(n)`: right if it meets slices, which the
+        # operations that use it decide.
         if is_forked and all(p.is_zero or is_constant(t, p) for t, p in pairs) and blank is None:
             return True
         if blank is not None:
@@ -381,6 +388,7 @@ class PlaceMode(OperationLog):
 
 def _memory(tensor: Tensor) -> int:
     """Key of the memory that a tensor shares with its views."""
+    # Not ``data_ptr()``, which is 0 for every fake tensor.
     return tensor.untyped_storage()._cdata
 
 

@@ -138,6 +138,7 @@ def _scheduled(make: Callable[[], Any], **options: Any) -> tuple[nn.Module, Sche
 def _example_inputs(model: nn.Module, ranks: int) -> Mapping[str, Tensor]:
     """Three samples, with an odd number of tokens for each rank."""
     labels = "labels" in inspect.signature(model.forward).parameters
+    # Sequence parallelism shards tokens evenly.
     length = 5 * ranks
     try:
         return example_inputs(

@@ -45,6 +45,7 @@ class Paths:
         for name, module in model.named_modules():
             path = unstaged(model, name)
             self._names.setdefault(id(module), path)
+            # Wrappers and the module inside both run; messages name one path for the two.
             self._names.setdefault(id(innermost(module)), path)
             if isinstance(innermost(module), fx.GraphModule):
                 self._graphs.add(path)
@@ -58,6 +59,7 @@ class Paths:
 
     def _follow(self, module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
         around = self._running[-1] if self._running else ""
+        # Modules outside the model, such as one that a hook calls, count as part of the caller.
         self._running.append(self._names.get(id(module), around))
         self._note(self._running[-1])
         try:
@@ -82,6 +84,8 @@ class Paths:
     def number(self) -> int:
         """Autograd's sequence number of the running node, or of the last one created."""
         node: Any = torch._C._current_autograd_node()
+        # A module that runs during the backward pass is a checkpoint's recomputation, in its own
+        # forward.
         if node is not None and not self._running:
             return int(node._sequence_nr())
         return torch.autograd._get_sequence_nr() - 1

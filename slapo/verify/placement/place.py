@@ -95,6 +95,7 @@ class Place:
 
     def same(self, other: Place) -> bool:
         """Return True if two tensors have the same placement."""
+        # Without origins and constancy: these describe one tensor and not its layout.
         if (self.kind, self.order) != (other.kind, other.order) or self.shuffled != other.shuffled:
             return False
         plain = self.kind in (REPLICATE, PARTIAL, OWN)

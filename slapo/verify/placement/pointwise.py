@@ -109,6 +109,8 @@ def _uniform_dims(call: Call, out: Tensor) -> frozenset[int]:
     if call.name in ("split", "split_with_sizes", "slice"):
         return call.places[0].uniform
     if call.name == "mm":
+        # Equal rows of the left factor give equal rows, equal columns of the right one equal
+        # columns.
         rows, columns = (place.uniform for place in call.places)
         return frozenset({0} & rows | {1} & columns)
     if call.name == "sum":
@@ -124,6 +126,7 @@ def _uniform_dims(call: Call, out: Tensor) -> frozenset[int]:
 
 def _kept_by_view(call: Call) -> frozenset[int]:
     old, new = call.tensors[0].shape, call.outs[0].shape
+    # A dimension survives a view if one has the same size and as many elements behind each index.
     kept = {(old[dim], prod(old[dim + 1 :])) for dim in call.places[0].uniform}
     return frozenset(d for d, size in enumerate(new) if (size, prod(new[d + 1 :])) in kept)
 
@@ -218,6 +221,7 @@ def _copied(call: Call) -> list[Place]:
 def _linear(call: Call) -> list[Place]:
     """Linear operations keep partial sums; others require a reduction first."""
     name, places = call.name, call.places
+    # The sum of rounded summands is not the rounded sum; a cast to integers rounds as well.
     rounds = name in ("div", "true_divide") and call.get("rounding_mode") is not None
     if rounds or any(not (out.is_floating_point() or out.is_complex()) for out in call.outs):
         raise call.misfit("it rounds a partial sum that is not reduced")
@@ -250,6 +254,8 @@ def others_whole(places: list[Place]) -> bool:
     return sum(place.is_whole for place in places) == len(places) - 1
 
 
+# Autograd saves an operation's own output as a detached copy, which the mode sees as `detach`: by
+# this rule saved outputs keep their placements for the backward pass.
 @rule_for("detach", "alias", "clone", "contiguous", "lift_fresh", "positive", "conj", "_conj")
 def _same(call: Call) -> list[Place]:
     return [call.places[0]] * len(call.outs)

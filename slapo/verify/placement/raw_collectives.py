@@ -41,6 +41,7 @@ def raw_collective(
             )
         return _summed(name, args, tensors)
     if name in ("wait_tensor", "_wrap_tensor_autograd", "barrier"):
+        # Nothing is communicated, so there is nothing to wait for.
         return tensors[0] if tensors else _work()
     raise NoRule(f"no rule covers this collective here; {_REMEDY}")
 
@@ -48,6 +49,7 @@ def raw_collective(
 def group_in(args: Iterable[Any]) -> dist.ProcessGroup | None:
     """The group among the arguments of a collective: as an object, or by its name."""
     resolve: Any = dist.distributed_c10d._resolve_process_group
+    # c10d operations get the group as a ScriptObject, functional collectives by its name.
     for value in args:
         with suppress(RuntimeError, KeyError, ValueError):  # other objects and strings
             if isinstance(value, torch.ScriptObject):
@@ -76,10 +78,9 @@ def _check_sum(args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _asked_for_sum() -> bool:
-    """Return True if the running function of ``torch.distributed`` was called for a sum.
-
-    The operation holds the reduction as an opaque object; its caller's options are readable.
-    """
+    """Return True if the running function of ``torch.distributed`` was called for a sum."""
+    # ``c10d::allreduce_`` holds the reduction as an opaque ScriptObject; the options of the
+    # function of ``torch.distributed`` that called it are readable.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         operation = getattr(frame.f_locals.get("opts"), "reduceOp", None)

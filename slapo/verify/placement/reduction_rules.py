@@ -19,6 +19,7 @@ REDUCTIONS += ("linalg_vector_norm", "median")
 def reduced(call: Call) -> Place:
     """A sum over slices is a summand; other reductions need all of their dimensions."""
     place, dims = call.places[0], call.dims()
+    # Not `mean`: each rank divides by the length of its slice, and those means do not add up.
     if call.name == "sum" and place.is_slice and place.dim in dims:
         return PARTIAL_SUM
     place = call.slicewise(dims, is_linear=call.name in _SUMS)
@@ -104,6 +105,7 @@ def norm(call: Call) -> list[Place]:
         raise call.misfit("it needs all of the normalized dimensions on one rank")
     if not all(place.same(first) for place in rows) or not all(p.is_whole for p in weights):
         raise call.misfit("its inputs have different placements")
+    # Each rank sums the gradients of the weights over its own rows only.
     return [first if out.ndim > count else PARTIAL_SUM for out in call.outs]
 
 
@@ -161,6 +163,7 @@ def attention(call: Call) -> list[Place]:
     first = big[0][1]
     if any(place.is_partial for _, place in big):
         raise call.misfit("it is not linear, and its input is a partial sum")
+    # Of batch, heads, tokens and features: slices of tokens would attend to themselves only.
     if not first.is_slice or first.dim > 1 or not all(p.same(first) for _, p in big):
         shown = ", ".join(str(place) for _, place in big)
         raise call.misfit(f"query, key and value have different placements: {shown}")
@@ -173,12 +176,10 @@ def attention(call: Call) -> list[Place]:
 
 
 def _is_shared(call: Call, tensor: Tensor, place: Place, blocks: tuple[int, ...]) -> bool:
-    """Return True if all heads (a mask), or the heads of a block, share a replicated tensor.
-
-    With one head per block, the operation gives each block its own. The comparison of sizes checks
-    that one process has as many heads and does not repeat them.
-    """
+    """Return True if all heads (a mask), or the heads of a block, share a replicated tensor."""
     constant = place.is_uniform(tensor, 1)
+    # With one key head per block, the operation gives each block its own. The comparison of sizes
+    # checks that one process has as many heads and does not repeat them.
     if len({*blocks}) == 1:
         of_keys = any(tensor is call.get(name) for name in ("key", "value"))
         constant |= of_keys and tensor.shape[1] == len(blocks)

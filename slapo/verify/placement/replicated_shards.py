@@ -52,6 +52,8 @@ def _with_own_slices(call: Call, rule: Rule) -> list[Place]:
     for tensor, place in zip(call.tensors, call.places, strict=True):
         if place.copies > 1:
             sizes = place.blocks_in(tensor.shape[place.dim])
+            # One head per block meets all of the rank's queries. Of several, each meets some, which
+            # no rule follows.
             if place.is_part or set(sizes) != {1}:
                 raise call.misfit("a slice that several ranks hold meets slices of their own")
             place = sliced(place.dim, place.blocks)
@@ -90,6 +92,7 @@ def _cut_within(call: Call) -> list[Place]:
 def _check_linear(call: Call) -> None:
     """Raise for nonlinear operations on parts of a gradient, which must be summed first."""
     parts = [place.is_part for place in call.places]
+    # A product of two parts would have terms between ranks, as that of two partial sums.
     one = parts.count(True) == 1
     scalar = any(isinstance(value, (int, float)) and value for value in call.args[:2])
     good = (

@@ -94,6 +94,7 @@ def _judged(sch: Schedule, stop: Stop) -> Finding:
         return _advised(stop.path, "pass group=sch.group to the collective")
     if stop.fault in (Fault.SAME_DRAWS, Fault.OWN_DRAWS, Fault.DRAWS_FOR_PARTIAL):
         return _about_random(sch, stop)
+    # A partial sum at a step that does not take one lacks its own reduction, wherever it was made.
     if partial is not None and not (step and step.takes == "partial"):
         return _about_partial(sch, stop, partial)
     return _about_slice(sch, stop) if step is None else _advised(stop.path, _about_step(stop))

@@ -48,6 +48,8 @@ def followed(call: Call, rule: Rule, found: list[Place]) -> list[Place]:
     if len(orders) > 1 or not (call.name in _BY_ROWS or is_pointwise(call)):
         raise _misfit(call)
     try:
+        # Ask the rule what it does to slices of the rows: where these stay slices, rows do not mix,
+        # and any order of rows is kept.
         as_slices = [_as_slice(place) for place in call.places]
         rows = by_rule(rule, replace(call, places=as_slices))
     except PlacementViolation:

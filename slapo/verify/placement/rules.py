@@ -125,6 +125,8 @@ def _ruled(
         saw_parts = not all(place.is_plain for place in places)
         if name == "forward":
             _mark(args[0], saw_parts)
+        # A gradient may arrive replicated at a function whose saved inputs are slices: ask its rule
+        # too.
         if saw_parts or cls in ASKED_OF_WHOLES or getattr(args[0], _SAW_PARTS, False):
             try:
                 for place in places:
@@ -149,10 +151,10 @@ def _marking(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mark(ctx: Any, saw_parts: bool) -> None:
-    """Record for the backward pass if inputs were sharded; its gradients may be replicated.
-
-    Under a checkpoint only the function itself may read the saved tensors, and only once.
-    """
+    """Record for the backward pass if inputs were sharded; its gradients may be replicated."""
+    # With a separate `setup_context`, the first argument of `forward` is no context; see
+    # `_marking`. Noted here and not derived from the saved tensors in the backward pass, because
+    # under a checkpoint only the function itself may read these, and only once.
     if isinstance(ctx, torch.autograd.function.FunctionCtx):
         setattr(ctx, _SAW_PARTS, saw_parts)
 

@@ -117,6 +117,7 @@ def _raised_alike(sch: Schedule) -> Iterator[None]:
     except Exception as raised:
         error = raised
     if has_peers(sch.group) and sch.world_size > 1:
+        # Errors travel between ranks by pickle, which an arbitrary exception may not survive.
         shared = PlacementError(str(error)) if error is not None else None
         if isinstance(error, PlacementError):
             shared = error
@@ -158,6 +159,7 @@ class _Check:
 
     def _compare(self) -> Pair | None:
         """Follow every tensor; return the first operation that differs from one process."""
+        # One process first: views of the second run look up their full shapes in its log.
         alone = self._run_alone()
         with states_kept(self.sch.rank), attributes_kept(self.sch.mod):
             return first_difference(self._follow(alone), alone)
@@ -179,6 +181,7 @@ class _Check:
                     stack.enter_context(context)
                 args, kwargs = self._fresh_inputs()
                 output = sch.mod(*args, **kwargs)
+                # Before the loss: one process stops at the output.
                 operations = [*mode.operations]
                 losses = losses_in(output) if self.loss_fn is None else [self.loss_fn(output)]
                 self._backward(losses)

@@ -66,6 +66,8 @@ class Operation:
         mine, theirs = self.parts, other.parts
         if not self.is_like(other):
             return mine[-1], theirs[-1]
+        # On other strides torch runs other operations for one function: a copy that a collective
+        # makes is contiguous where one process has a view. Only the function's result counts then.
         if [part[0] for part in mine] != [part[0] for part in theirs]:
             mine, theirs = ([(part[0], (), *part[2:3])] for part in (mine[-1], theirs[-1]))
         pairs = zip(mine, theirs, strict=True)
@@ -151,6 +153,8 @@ class OperationLog(TorchDispatchMode):
     ) -> None:
         """Record an operation of the forward pass, unless it computes nothing."""
         name = name_of(func)
+        # A checkpoint recomputes its forward pass in the backward pass, where one process does not
+        # run.
         if _in_backward() or name in COPIES:
             return
         last = self._operation()
@@ -195,6 +199,8 @@ def _numbers(func: Any, args: Any, kwargs: Any, whole: Whole) -> tuple[Any, ...]
     if name_of(func).startswith(ATTENTION):  # number of key heads, which attention may repeat
         return (whole(argument(func, args, kwargs, "key"))[1],)
     if name_of(func) != "slice":
+        # Other integers are sizes and dimensions: sizes differ by design, and shapes show wrong
+        # ones.
         kinds = (int, float) if torch.Tag.pointwise in func.tags else (float,)
         return tuple(value for value in tree_leaves((args, kwargs)) if type(value) in kinds)
     dim = argument(func, args, kwargs, "dim", 0)
@@ -209,10 +215,14 @@ Pair = tuple[Operation | None, Operation | None]
 def first_difference(found: Sequence[Operation], alone: OperationLog) -> Pair | None:
     """The first operation that differs from one process, as a pair, or None."""
     wanted: Sequence[Operation] = alone.operations
+    # Find the first difference; if it is excused, drop its module from both logs and look again. A
+    # module with an excused difference cannot be compared at all, since its later operations follow
+    # from it; each round drops at least one operation, so the search ends.
     readers: list[str] = []
     while True:
         pairs = zip_longest(found, wanted)
         pair = next(((a, b) for a, b in pairs if not (a and b) or a.difference(b)), None)
+        # The run in one process ended early, as with local sizes in a graph: the rest is unknown.
         if pair is None or (pair[1] is None and not alone.is_complete):
             return None
         readers += [each.path for each in pair if each and each.by_value]
@@ -223,16 +233,15 @@ def first_difference(found: Sequence[Operation], alone: OperationLog) -> Pair | 
 
 
 def _excused(found: Sequence[Operation], pair: Pair, readers: list[str]) -> str | None:
-    """A module whose operations may differ, or None.
-
-    They depend on values, in the module itself or in a sibling that reads other values, as a router
-    does for its experts; or the module has a slice of size 1.
-    """
+    """A module whose operations may differ, or None."""
     here = [each for each in pair if each is not None]
     paths = [each.path for each in here if each.by_value]
+    # Also siblings of a module that reads values, such as the experts of a router.
     around = [path.rpartition(".")[0] for path in readers if path]
     paths += [o.path for o in here if any(contains(path, o.path) for path in around)]
     if len(here) == 1 or not here[0].is_like(here[1]):
+        # Models skip work for a size of 1, such as the repetition of a single head, so other calls
+        # run.
         with_one = {each.path for each in found if each.on_one}
         paths += [each.path for each in here[::-1] if each.path in with_one]
     return paths[0] if paths else None

@@ -51,6 +51,9 @@ def fitting(
     place: Place, old: Sequence[int], new: Sequence[int]
 ) -> Iterator[tuple[int, list[int]]]:
     """Dimensions of a view that can be the sharded one, with its blocks there."""
+    # A slice is contiguous runs of elements, one for each block and each index of the outer
+    # dimensions. A view keeps the elements' order, so a dimension of the result can be the sharded
+    # one if the same runs fill it.
     inner = prod(old[place.dim + 1 :])
     runs = [size * inner for size in place.blocks_in(old[place.dim])]
     for dim, size in enumerate(new):
@@ -76,10 +79,8 @@ def _is_like_forward(call: Call, dim: int, blocks: list[int]) -> bool:
 
 
 def _covered(runs: list[int], size: int, inner: int) -> list[int]:
-    """Blocks of a dimension of `size` that consists of runs; `inner` elements per index.
-
-    Empty if the runs do not fill it, or if a boundary between runs splits an index.
-    """
+    """Blocks of a dimension of `size` that consists of runs; `inner` elements per index."""
+    # Empty if the runs do not fill it, or if a boundary between runs splits an index.
     if not inner or any(run % inner for run in runs):
         return []
     blocks = [run // inner for run in runs]
@@ -227,6 +228,7 @@ def cat(call: Call) -> list[Place]:
     """Parts of equal placement; along the sharded dimension they become blocks."""
     ndim = call.outs[0].ndim
     axis = (call.get("dim") or 0) % ndim
+    # Caches of keys begin as empty tensors, which have any placement.
     parts = [(t, p) for t, p in zip(call.tensors, call.places, strict=True) if t.numel()]
     first = next(place for _, place in parts if not place.is_whole)
     if first.is_partial:
@@ -308,6 +310,7 @@ def dims_behind(call: OperationCall) -> list[int]:
     """Original dimension of each result dimension; -1 for those of the indices."""
     at, wide = indexed(call)
     kept = [dim for dim in range(call.tensors[0].ndim) if dim not in at]
+    # As in NumPy: dimensions of indices that are not adjacent come first in the result.
     together = at == [*range(at[0], at[-1] + 1)]
     start = at[0] if together else 0
     return [*kept[:start], *[-1] * wide, *kept[start:]]
@@ -330,6 +333,8 @@ def gather(call: Call) -> list[Place]:
 def _put_in(call: Call) -> list[Place]:
     """Insert or add rows at replicated indices; rows must have the destination's placement."""
     target, source = call.places[0], call.places[-1]
+    # The gradient of a table that is indexed by sharded tokens: each rank adds the rows of its
+    # tokens.
     if target.is_zero and source.is_slice and _rows_of_slices(call):
         return [PARTIAL_SUM]
     if not all(place.is_whole for place in call.places[1:-1]):
