@@ -122,6 +122,7 @@ def capture(
     calls = LeafCalls(root, modules, any_batch)
     with surroundings(root, any_batch) as effects:
         example = _Example(root, args, kwargs, shares=not any_batch)
+        # A copy for each capture, as dynamo adds names to the globals of captured functions.
         forward = FunctionType(_call_forward.__code__, {"__builtins__": builtins})
         try:
             with calls.standing_in(), causal_masks_left_out(example.arguments):
@@ -164,22 +165,16 @@ def capture(
 
 
 def _call_forward(module: Any, args: Any, kwargs: Any) -> Any:
-    """Frame for dynamo, with fixed argument names whatever decorates the forward.
-
-    It is copied per capture, as dynamo adds names to the globals of captured functions.
-    """
+    """Frame for dynamo, with fixed argument names whatever decorates the forward."""
     return module.forward(*args, **kwargs)
 
 
 def _sort_out(root: nn.Module, is_leaf: IsLeaf) -> tuple[dict[str, nn.Module], set[str]]:
-    """Return the leaves by path, and the paths of modules that may be entered.
-
-    Modules below a leaf are included, as forwards may reach past a child:
-    ``self.model.decoder(x)``.
-    """
+    """Return the leaves by path, and the paths of modules that may be entered."""
     found: dict[str, nn.Module] = {}
     entered: set[str] = set()
     for path, module in root.named_modules():
+        # Below a leaf too, as forwards may reach past a child: ``self.model.decoder(x)``.
         above = root.get_submodule(path.rpartition(".")[0])
         if not path or isinstance(above, torch.jit.ScriptModule) or not _is_called(module):
             continue
@@ -243,6 +238,8 @@ class _Example:
         if isinstance(value, Tensor):
             made = self._made.get(id(value)) if self._shares else None
             if made is None:
+                # For any batch: micro-batches are slices of a batch, whose strides a graph must not
+                # ask for.
                 made = _without_past(value if self._shares else value.contiguous())
                 self._made[id(value)] = made
                 self.places[id(made)] = path
@@ -273,6 +270,7 @@ def _without_past(value: Tensor) -> Tensor:
     for dim, size in enumerate(shape):
         # Plain integers among the sizes of a fake tensor are fixed by the model.
         if sizes[dim] if any(sizes) else size > 1:
+            # Not `mark_dynamic`, which is an error if the code fixes the size.
             torch._dynamo.maybe_mark_dynamic(new, dim)
     return new
 
@@ -285,34 +283,30 @@ _PLAIN = re.compile(r"L\['module'\](\._modules\['[^']+'\])*\.\w+")
 
 
 def _size_conditions(output: CaptureOutput) -> list[str]:
-    """Return the shape engine's conditions on argument sizes, such as ``args[0].size()[1]``.
-
-    Static dimensions are included, else the guard of a loop over a size is dropped. Storage offsets
-    are not, as micro-batches are slices of a batch.
-    """
+    """Return the shape engine's conditions on argument sizes, such as ``args[0].size()[1]``."""
     graph = output.graph_capture_output.output_graph
     fakes = [f for f in graph.shape_env.tracked_fakes or () if "_slapo" not in f.source.name]
     (found,) = graph.shape_env.produce_guards_verbose(
         [f.fake for f in fakes],
         [f.source for f in fakes],
         input_contexts=[f.symbolic_context for f in fakes],
+        # Without static dimensions, the guard of a loop over a size would be dropped.
         ignore_static=False,
         langs=("python",),
     )
     asked = (e for e in dict.fromkeys(found.exprs) if "L['module']" not in e and "L[" in e)
     conditions = (e.replace("L['args']", "args").replace("L['kwargs']", "kwargs") for e in asked)
+    # Micro-batches are slices of a batch and differ in their offsets.
     return [condition for condition in conditions if "storage_offset" not in condition]
 
 
 def _state_guards(
     output: CaptureOutput, forward: FunctionType, leaves: Collection[str], parked: Collection[str]
 ) -> Any:
-    """Return dynamo's guards on the module and Python globals, checked by ``.check(frame)``.
-
-    Arguments are covered by their key, and module tensors by :class:`.Tree`. Leaves have no class
-    guard, as they may be replaced. Modules in `parked` have no guards, as rewrites remove them.
-    Other tensors are part of the graph and must be the same objects.
-    """
+    """Return dynamo's guards on the module and Python globals, checked by ``.check(frame)``."""
+    # Arguments are covered by their key, and module tensors by :class:`.Tree`. Leaves have no class
+    # guard, as they may be replaced. Modules in `parked` have no guards, as rewrites remove them.
+    # Other tensors are part of the graph and must be the same objects.
     graph = output.graph_capture_output.output_graph
     opaque, gone = ({f"L['module']{_source_of(p)}" for p in each} for each in (leaves, parked))
     scope = {"G": forward.__globals__}
@@ -325,10 +319,8 @@ def _state_guards(
 
 
 def _constants_read(output: CaptureOutput, root: nn.Module) -> list[tuple[str, str, Any]]:
-    """Return path, name and value of plain module attributes that the forward reads.
-
-    An outer ``torch.compile`` sees the graph and not the forward, so it must guard on these too.
-    """
+    """Return path, name and value of plain module attributes that the forward reads."""
+    # An outer ``torch.compile`` sees the graph and not the forward, so it must guard on these too.
     graph = output.graph_capture_output.output_graph
     names = dict.fromkeys(g.name for g in graph.guards.inner if _PLAIN.fullmatch(g.name))
     found = []

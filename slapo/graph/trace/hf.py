@@ -145,6 +145,8 @@ def causal_masks_left_out(arguments: Mapping[str, Any]) -> Iterator[None]:
     if home is None:
         yield
         return
+    # Dynamo before torch 2.14 takes ``torch.compiler.is_exporting()`` for True, and masks are never
+    # left out while exporting.
     replaced: dict[str, Any] = {"is_torchdynamo_exporting": _no}
     if arguments.get("position_ids") is None:
         replaced["find_packed_sequence_indices"] = _not_packed
@@ -167,6 +169,8 @@ def no_results_kept() -> Iterator[None]:
     if home is None:
         yield
         return
+    # Transformers caches results by arguments unless it is compiling; a fake result would stay
+    # there.
     with mock.patch.object(home, "is_torchdynamo_compiling", _yes, create=True):
         yield
 

@@ -80,6 +80,8 @@ class GraphImport:
         backend = self.output.backend_input
         self._note_sizes(captured.output_graph.shape_env, frame)
         # Dynamo's own bytecode unpacks the arguments and assembles the result.
+        # It calls `_copy_graph` where it would run the compiled graph. The outputs are stand-ins
+        # there, and `_structure` finds them by their ids in what the bytecode returns.
         run = captured.get_runtime_env().forward_callable(
             backend.backend_id if backend is not None else "slapo_no_graph",
             self._copy_graph,
@@ -114,6 +116,7 @@ class GraphImport:
 
     def _note_sizes(self, env: ShapeEnv, frame: tuple[Any, ...]) -> None:
         """Record the symbols of argument sizes, including those that the graph does not use."""
+        # Sources are expressions such as ``L['args'][0]``, to be evaluated on the example.
         names = {"L": dict(zip(("module", "args", "kwargs"), frame, strict=True))}
         for each in env.tracked_fakes or ():
             source = each.source.name
@@ -148,6 +151,7 @@ class GraphImport:
         source = node.args[0] if node.args else None
         if target is operator.getitem and getattr(source, "target", None) is call_leaf:
             return self._taken_out(source, node.args[1])
+        # With symbolic sizes of 1, torch evaluates ``squeeze`` without a condition on the size.
         if self.any_batch and getattr(target, "__name__", target) in ("squeeze", "squeeze_"):
             _check_squeeze(node)
         args, kwargs = self._argument(node.args), self._argument(node.kwargs)
@@ -318,10 +322,7 @@ _ATTRIBUTES = {
 
 # --- helpers -------------------------------------------------------------------------------------
 def _check_squeeze(node: fx.Node) -> None:
-    """Refuse a squeeze of a size that may be 1 in some calls only.
-
-    With symbolic sizes of 1, torch evaluates ``squeeze`` without a condition on the size.
-    """
+    """Refuse a squeeze of a size that may be 1 in some calls only."""
     source: Any = node.args[0]
     shape = source.meta["example_value"].shape
     asked = [*node.args[1:], *node.kwargs.values()]

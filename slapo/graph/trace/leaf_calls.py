@@ -158,6 +158,7 @@ class LeafCalls:
 
     def _result(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunction():
+            # An active function mode, such as a default device, would see each look at a size.
             if path not in self._keys:
                 self._keys[path] = signature(self.leaves[path], path, self._classes)
             key = (self._keys[path], _shape_key((args, kwargs)), torch.is_grad_enabled())
@@ -176,19 +177,19 @@ class LeafCalls:
             )
 
     def _run_unpinned(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a leaf so that its loops over a size do not fix that size in the graph.
-
-        Such a leaf is assumed to return a tensor like its first input, if it does so here.
-        """
+        """Run a leaf so that its loops over a size do not fix that size in the graph."""
         mode, given = detect_fake_mode(), tensors([args, kwargs])
         env = None if mode is None else mode.shape_env
         if env is None or not given:
             return self._run(path, args, kwargs)
         try:
+            # The shape engine calls this before it records a condition, with the value that it
+            # assumes. A plain number means that a size itself is fixed, as by ``range(x.size(1))``.
             with mock.patch.object(env, "_check_frozen", _refuse_pin):
                 return self._run(path, args, kwargs)
         except _PinnedError:
             pass
+        # Assume a result like the first input, if it is so here; the graph checks each call.
         with env.suppress_guards():
             result = self._run(path, args, kwargs)
             if isinstance(result, Tensor) and _form(result) == _form(given[0]):
@@ -442,6 +443,7 @@ def _copy_of_fake(value: Any) -> Any:
         return value
     new = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     if value.requires_grad:
+        # The clone has a history, as a module's result: Python may write to it in place.
         new = new.requires_grad_() if value.is_leaf else new.requires_grad_().clone()
     return new
 
@@ -481,6 +483,8 @@ def signature(module: nn.Module, path: str = "", classes: Mapping[str, type] | N
 
 def _shape_key(value: Any) -> Any:
     if isinstance(value, Tensor):
+        # Sizes by their symbols: with equal expressions, a sibling's result has the same symbols
+        # too.
         shape = tuple(map(_size, (*value.shape, *value.stride())))
         return (shape, value.dtype, value.device, value.requires_grad)
     elements = parts(value)

@@ -90,6 +90,7 @@ def tensor_slots(root: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
 @contextmanager
 def syncs_replaced(root: nn.Module, stand_in: Callable[[Any], Any]) -> Iterator[None]:
     """Replace each sync's collective below `root` by ``stand_in(collective)`` within the block."""
+    # The root's own hooks run around its graph, and not in it.
     below = (module for module in root.modules() if module is not root)
     hooks: dict[int, Any] = {
         id(hook): hook

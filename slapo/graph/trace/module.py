@@ -151,6 +151,8 @@ class Trace:
         """Return the code of a capture that is valid for a call."""
         if torch.compiler.is_dynamo_compiling():
             return _known_code(module, args, kwargs)
+        # Before the guards, which cover what the forward reads and not the tensors and children of
+        # leaves.
         if self.tree is None or not self.tree.is_as_before():
             self.forget()
             self.tree = Tree(module)
@@ -169,6 +171,7 @@ class Trace:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Callable[..., Any]:
+        # No rules can be applied to other captures: the edits were made to the shown graph alone.
         if self.edited is not None:
             first = self.first
             if first is None or (first.key == key and first.holds(module, args, kwargs)):
@@ -184,6 +187,8 @@ class Trace:
                 "rewrites need a capture for each; pass the values that vary as tensors"
             )
         given = tensors([args, kwargs])
+        # Each capture starts from the children before all rewrites; the rules below then remove and
+        # add theirs.
         with as_before(module, given[0].device if given else None):
             each = captured(module, args, kwargs, self.is_leaf, self.shared, key, self.parked)
         for rule in self.rules:
@@ -227,6 +232,8 @@ class Trace:
         """Restore a saved state."""
         state = dict(saved)
         before, shown = state.pop("before"), state["_shown"]
+        # Unless it changed, the graph stays the same object: matches that a user holds refer to its
+        # nodes.
         if isinstance(shown, fx.Graph) and str(shown) != str(before):
             state["_shown"] = before
         self.__dict__.update(state)
@@ -266,6 +273,7 @@ def captured(
     own = signature(module)
     for known, each in family:
         if each.key == key and known == own and each.holds(module, args, kwargs):
+            # Rules change the returned graph; siblings need it as it was captured.
             return replace(each, graph=copy.deepcopy(each.graph))
     new = capture(module, args, kwargs, is_leaf, parked=parked)
     family.append((own, replace(new, graph=copy.deepcopy(new.graph))))
@@ -319,6 +327,7 @@ class Traced(fx.GraphModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Traced:
         new = object.__new__(type(self))
+        # fx would rebuild the module from its graph, as an object of a class of its own.
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
@@ -341,10 +350,7 @@ class Traced(fx.GraphModule):
 
 
 class _Eagerly:
-    """Method that runs on the original forward, such as Transformers' ``generate``.
-
-    It uses key/value caches, which no graph holds.
-    """
+    """Method that runs on the original forward, such as Transformers' ``generate``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -352,6 +358,8 @@ class _Eagerly:
     def __get__(self, module: Any, owner: type) -> Any:
         if module is None:
             return self
+        # An object of the original class that shares the state: ``generate`` calls ``self(...)``
+        # and ``super()``, and uses key/value caches, which no graph holds.
         eager = object.__new__(trace_of(module).origin)
         object.__setattr__(eager, "__dict__", module.__dict__)
         return getattr(eager, self.name)
@@ -473,6 +481,8 @@ def _modes_restored(run: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
+#: Rewritten modules by number: dynamo evaluates `_candidates` on constants only, and a module is
+#: none.
 _MODULES: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 _NUMBERS = itertools.count()
 
@@ -483,6 +493,9 @@ def _known_code(module: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
     # Read here, so that the outer dynamo guards on them too.
     modes = () if trace.tree is None else trace.tree.modes()
     key = call_key(args, kwargs, within_compile=True)
+    # An outer graph can contain neither the guards of a capture nor a new capture. So the choice is
+    # made while it is traced, and is valid as long as the outer guards on key, modes and attributes
+    # hold.
     for index in _candidates(trace.number, key, modes):
         known = trace.known[index]
         if known.fits(args, kwargs) and all(
@@ -525,6 +538,7 @@ def rewrite(module: fx.GraphModule, rule: Rewrite) -> None:
             f"the graph of {trace.origin.__name__} was edited by hand, but a rewrite would change "
             "the captures of the module instead; rewrite first, or continue by hand"
         )
+    # On the shown graph first: an error there leaves module and rules unchanged.
     rule.apply(View(module, trace.shown))
     trace.rules.append(rule)
     trace.forget()

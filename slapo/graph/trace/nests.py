@@ -207,6 +207,8 @@ def collected_keys() -> tuple[str, ...]:
 
 def _key(value: Any, seen: list[Tensor], exact: bool) -> Any:
     if isinstance(value, Tensor):
+        # Dynamo makes one input of a tensor that is passed twice, so its graph is wrong for two
+        # tensors.
         alias = next((k for k, other in enumerate(seen) if other is value), len(seen))
         seen.append(value)
         small = tuple([s if s < 2 else 2 for s in value.shape])  # 0 and 1 are special cases

@@ -177,6 +177,7 @@ def spare_self(graph: fx.Graph) -> fx.Graph:
     >>> graph.call_module("self").name
     'self_1'
     """
+    # An erased node's name stays taken in the graph's namespace.
     graph.erase_node(graph.create_node("placeholder", "self", name="self"))
     return graph
 
@@ -227,6 +228,7 @@ def rows_of(graph: fx.Graph) -> list[tuple[Any, ...]]:
             fx.map_arg(node.args, rows.__getitem__),
             fx.map_arg(node.kwargs, rows.__getitem__),
             node.name,
+            # Other metadata, such as dynamo's fake tensors and stacks, cannot be pickled.
             {key: value for key, value in node.meta.items() if key.startswith("slapo")},
         )
         for node in graph.nodes

@@ -103,6 +103,7 @@ def _written(node: fx.Node) -> Iterator[Any]:
         yield _operand(node, 0, "input")
     if name in _STATISTICS:  # their positional order differs
         yield from (*node.args[1:5], *(node.kwargs.get(f"running_{k}") for k in ("mean", "var")))
+    # `F.embedding` rescales the rows that it looks up, in the table itself.
     if node.kwargs.get("max_norm") is not None:
         yield from (*node.args[1:], *node.kwargs.values())
     for index, argument in _facts(node).written:

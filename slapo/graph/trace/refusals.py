@@ -67,6 +67,7 @@ def module_path(source: str) -> str:
 def checked(target: Any) -> Any:
     """Return the target for the graph, or raise if a graph cannot hold it."""
     origin = getattr(target, "_origin", None)
+    # Dynamo calls an ``autograd.Function`` through this wrapper, whose closure holds the class.
     if getattr(origin, "__name__", "") == "produce_trampoline_autograd_apply":
         function = target.__closure__[0].cell_contents
         if issubclass(function, CheckpointFunction):

@@ -50,8 +50,11 @@ def surroundings(root: nn.Module, any_batch: bool) -> Iterator[list[Effect]]:
     Yields the changes that the forward makes to objects, filled in during the capture.
     """
     settings: dict[str, Any] = {
+        # Only the graph runs later, so effects cannot be replayed; `refuse_effects` refuses them.
         "replay_side_effects": False,
         "side_effect_replay_policy": "silent",
+        # Which sizes are dynamic follows from the example alone, not from captures of the same code
+        # before.
         "automatic_dynamic_shapes": False,
         "assume_static_by_default": True,
         "specialize_int": True,
@@ -104,6 +107,8 @@ def surroundings(root: nn.Module, any_batch: bool) -> Iterator[list[Effect]]:
 
 def _shape_env(any_batch: bool) -> Callable[..., ShapeEnv]:
     def make(**kwargs: Any) -> ShapeEnv:
+        # By default, equal sizes in the example share a symbol, and the graph would be valid for
+        # equal ones only.
         kwargs |= {"duck_shape": False, "specialize_zero_one": not any_batch}
         return ShapeEnv(**kwargs)
 
@@ -151,6 +156,7 @@ def _plain_calls() -> Iterator[None]:
 
 @contextmanager
 def _effects_noted(effects: list[Effect]) -> Iterator[None]:
+    # Here dynamo writes the bytecode that would replay the mutations, so all of them are known.
     suffix = output_graph.OutputGraph.codegen_suffix
 
     def codegen_suffix(graph: Any, *args: Any, **kwargs: Any) -> None:
@@ -176,10 +182,9 @@ def _unconditionally(ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _functions_kept() -> Iterator[None]:
-    """Keep every ``autograd.Function`` as one node, so that its own backward is used.
-
-    Functions that torch.fx has registered for side effects are one node too.
-    """
+    """Keep every ``autograd.Function``, and functions with side effects for fx, as one node."""
+    # Otherwise dynamo traces into ``forward`` and ``backward`` and makes a higher-order operator,
+    # which a graph here cannot hold.
     known = trace_rules._allowed_callable_ids
     impure = [f for f in side_effects if isfunction(f) and not f.__module__.startswith("torch.")]
     kept = [*set(_subclasses(torch.autograd.Function)), *impure]

@@ -170,6 +170,7 @@ def preview(
     for node in graph.nodes:
         stack = node.meta.pop("nn_module_stack", None) or {}
         paths = [str(path) for path, _ in stack.values()]
+        # The stack of a module's call ends with that module itself; its caller stands before it.
         node.meta[OWNER] = paths[-1 - (node.op == "call_module")] if len(paths) > 1 else ""
     return graph, frozenset(tracer.entered)
 
@@ -218,12 +219,15 @@ class _Tracer(fx.Tracer):
         spare_self(self.graph)
         self._below = set(self.root.modules())
         held = [*self.root.named_parameters(), *self.root.named_buffers()]
+        # Reversed, so that a tied tensor goes by its first name.
         self._names = {id(tensor): name for name, tensor in reversed(held)}
         values: dict[str, Any] = {}
         for name, parameter in inspect.signature(self.root.forward).parameters.items():
             proxy = self.proxy(add_placeholder(self.graph, parameter))
             if parameter.kind in _VARIADIC:
                 continue
+            # A parameter that is constant keeps its placeholder, so that calls of the graph fit the
+            # signature.
             values[name] = self._constants.get(name, proxy)
 
         def run(*_: Any) -> Any:

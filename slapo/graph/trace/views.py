@@ -110,6 +110,7 @@ def targets_of(graph: fx.Graph) -> list[str]:
 
 def is_used(targets: Sequence[str], path: str) -> bool:
     """Return whether a module, an enclosing one or one inside it is among sorted targets."""
+    # Binary searches, since N rewrites ask about N modules.
     names, inside = path.split("."), f"{path}."
     around = (".".join(names[:length]) for length in range(1, len(names) + 1))
     place = bisect_left(targets, inside)
@@ -160,11 +161,13 @@ def as_before(module: nn.Module, device: torch.device | None = None) -> Iterator
             tables.append((each._modules, dict(each._modules)))
             for name in trace.added:
                 each._modules.pop(name, None)
+            # The last removed first: each place counts the children that were there at its removal.
             for path, stub in reversed(trace.parked.items()):
                 holder, _, name = path.rpartition(".")
                 table = each.get_submodule(holder)._modules
                 tables.append((table, dict(table)))
                 _renew(stub.module, module, device)
+                # A dict has no insert, so the children behind the stub are taken out and put back.
                 behind = list(table.items())[stub.place :]
                 for key, _ in behind:
                     del table[key]
