@@ -63,6 +63,9 @@ class Fuse(MadePerText):
             )
         self.compiler, self.paths = compiler, dict[str, str]()
         calls = [node for node in chain if getattr(node, "op", "") != "get_attr"]
+        # Lookups of parameters become inputs of the module, so that the traced module still owns
+        # them. The search that found the match finds more than the chain then, so another one is
+        # made.
         super().__init__(module, calls, name, pick if len(calls) == len(chain) else None)
 
     def __str__(self) -> str:
@@ -89,6 +92,8 @@ class Fuse(MadePerText):
         return view
 
     def _text(self, gm: HasGraph, chain: list[fx.Node]) -> str:
+        # TorchScript takes untyped arguments for tensors, so code with an integer size is other
+        # code.
         types = [str(_python_type(value, gm)) for value in subgraph_inputs(chain)]
         return "\n".join([", ".join(types), super()._text(gm, chain)])
 

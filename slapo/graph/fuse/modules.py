@@ -34,6 +34,7 @@ class _GraphRunner(nn.Module):
         self.__dict__[_CODE] = code_of(graph)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # The class was made by `type()` and has no import path; it is made again by name.
         kind = type(self)
         state = {name: value for name, value in vars(self).items() if name != _CODE}
         return _instance_of, (kind.__bases__[0], kind.__name__), state

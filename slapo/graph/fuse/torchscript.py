@@ -57,6 +57,7 @@ def _code_key(module: fx.GraphModule) -> str | None:
         return None
     texts = [str(module.training)]
     for path, child in list(module.named_modules(remove_duplicate=False))[1:]:
+        # Dropout's `p`, GELU's `approximate` and the like are compiled in as constants.
         own = {k: v for k, v in vars(child).items() if k not in _OF_ALL_MODULES}
         hooks = any(vars(child).get(slot) for slot in _OF_ALL_MODULES if "hooks" in slot)
         # other classes may read any state
@@ -106,6 +107,8 @@ def _as_written(module: nn.Module) -> nn.Module:
             "was rewritten; use fuse(..., compiler=None), or match operations outside of it"
         )
     kind: Any = origin_of(module) if isinstance(module, Traced) else type(module)
+    # TorchScript compiles the ``forward`` of an object's class, which for a traced one dispatches
+    # in Python.
     plain: nn.Module = object.__new__(kind)
     plain.__dict__.update(module.__dict__, _modules=children)
     return plain

@@ -80,9 +80,12 @@ def call_of(node: fx.Node, modules: ModuleLookup) -> Call:
         module = modules(str(node.target))
         bound = _bind(("input",), node.args, node.kwargs)
         if bound is not None:
+            # The attributes of a module take the role of a function's arguments: `eps`,
+            # `approximate`, `weight`.
             bound |= _settings(spelling.params[1:], module, str(node.target))
         inplace = getattr(module, "inplace", False) is True
     else:
+        # ``getattr(x, "shape")`` is spelled as ``x.size()``, without a second argument.
         args = node.args[:1] if node.target is getattr else node.args
         bound = _bind(spelling.params, args, node.kwargs)
         inplace = spelling.inplace or bool(bound and bound.get("inplace") is True)
@@ -157,6 +160,8 @@ def _unlisted_arguments(node: fx.Node, modules: ModuleLookup) -> dict[str | int,
     if node.op == "call_function" and inspect.isfunction(node.target):
         return bind_signature(node.target, node.args, node.kwargs)
     args, kwargs = list(node.args), dict(node.kwargs)
+    # Torch's functions take their first operand by keyword too; as a method it can only be
+    # positional.
     if not args and "input" in kwargs:
         args = [kwargs.pop("input")]
     return positions_and_names(args, kwargs)

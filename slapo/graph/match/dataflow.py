@@ -40,6 +40,7 @@ def size_helpers(matched: Collection[fx.Node], inputs: Collection[fx.Node]) -> s
         node = pending.pop()
         if node in helpers or node in matched or node in inputs:
             continue
+        # A node that fails here is tried again when another of its users becomes a helper.
         used_inside = all(user in matched or user in helpers for user in node.users)
         if used_inside and is_size(node):
             helpers.add(node)

@@ -232,6 +232,8 @@ class NearestMatch(NamedTuple):
 
 def nearest_match(graphs: Graphs, steps: dict[fx.Node, Step]) -> NearestMatch:
     """Find the largest part of a pattern in any graph, starting from the rarest operation."""
+    # Unlike a search, try every operation as the start, because the rarest one may be the missing
+    # one.
     places = [(g, GraphIndex(g.graph, g.module.get_submodule, steps)) for g in graphs]
     starts = [
         (place, anchor, node)

@@ -167,6 +167,7 @@ def search_for_chain(module: fx.GraphModule, chain: Sequence[fx.Node]) -> tuple[
     pattern = _pattern_of(chain)
     matches = find_subgraphs(module.graph, module.get_submodule, pattern, overlapping=True)
     for position, match in enumerate(matches):
+        # A match may have more nodes than were picked: those that only compute sizes for it.
         if set(chain) <= set(match):
             return Search.of(module, pattern, len(matches), overlapping=True), position, match
     raise ValueError(
@@ -186,12 +187,14 @@ def _pattern_of(chain: Sequence[fx.Node]) -> fx.Graph:
         args: Any = fx.map_arg(node.args, copies.__getitem__)
         kwargs: Any = fx.map_arg(dict(node.kwargs), copies.__getitem__)
         if node.op == "call_module":
+            # By path and not by class: another layer of the same class was not picked.
             exactly = f"{re.escape(str(node.target))}$"
             copies[node] = graph.call_function(call_module, (exactly, *args), kwargs)
         else:
             copies[node] = graph.create_node(node.op, node.target, args, kwargs)
             # The constants of a rewritten call may differ from graph to graph.
             copies[node].meta[PATTERN_OF_CHAIN] = "open" if MARKS in node.meta else "closed"
+    # All are outputs, so that the pattern keeps nodes that no other picked node uses.
     graph.output(tuple(copies[node] for node in chain))
     return graph
 

@@ -90,6 +90,8 @@ class GraphIndex:
         tensor = self._tensor(other)
         if tensor is None:
             return False
+        # A tensor of the pattern is compared by value. Two lookups in the graph must be one tensor:
+        # equal values, as of two fresh norms, train apart.
         is_held = isinstance(one, torch.Tensor)
         return same_value(one, tensor) if is_held else self._tensor(one) is tensor
 
@@ -141,6 +143,7 @@ def compared_arguments(step: Step, node: fx.Node, call: Call) -> dict[str | int,
         return {name: pair for name, pair in pairs.items() if name not in step.implied}
     if step.is_open:
         return pairs
+    # An argument that only the graph states must equal the default that the pattern leaves it at.
     for name in given.keys() - stated.keys() - (UNSTATED if call.op else frozenset()):
         pairs[name] = (step.call.default(name), given[name])
     for name, wanted in step.sizes.items():

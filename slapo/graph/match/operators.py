@@ -51,13 +51,12 @@ MODULES: dict[type[nn.Module], Spelling] = {}
 
 
 def _spell(op: Op, params: str, *names: str, inplace: bool = False) -> None:
-    """Register names of an operator in torch, functional and Tensor, with one parameter order.
-
-    Names such as ``__add__`` are Python operators.
-    """
+    """Register names of an operator in torch, functional and Tensor, with one parameter order."""
     spelling = Spelling(op, tuple(params.split()), inplace)
     for name in names:
+        # Names such as ``__add__`` are functions of the module operator, and methods.
         for home in (operator,) if name.startswith("__") else (torch, F):
+            # A name may be a function of torch, of functional, a method, or several of these.
             if hasattr(home, name):
                 FUNCTIONS[getattr(home, name)] = spelling
         if hasattr(torch.Tensor, name):
@@ -150,6 +149,7 @@ def _list_layers() -> None:
         _operator(name, "input dim keepdim dtype", dim=None, keepdim=False, dtype=None)
     for name in ("softmax", "log_softmax"):
         op = _operator(name, "input dim dtype", dim=None, dtype=None)
+        # `F.softmax` has a parameter before `dtype` that `torch.softmax` lacks.
         FUNCTIONS[getattr(F, name)] = Spelling(op, ("input", "dim", "_stacklevel", "dtype"))
     _operator("dropout", "input p training inplace", p=0.5, training=True, inplace=False)
     params = "input normalized_shape weight bias eps cudnn_enable"
@@ -169,6 +169,8 @@ def _list_layers() -> None:
 
 def _list_modules() -> None:
     """Register module classes that spell an operator."""
+    # `nn.LayerNorm` spells `layer_norm`: class names in lower case are operator names without
+    # underscores.
     spellings = {spelling.op.name.replace("_", ""): spelling for spelling in FUNCTIONS.values()}
     for kind in (
         *(nn.Hardsigmoid, nn.Hardswish, nn.LogSigmoid, nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU),

@@ -106,6 +106,7 @@ class _PatternTracer(fx.Tracer):
 
     def create_arg(self, a: Any) -> Any:
         """Treat a captured parameter of another model as a plain tensor."""
+        # fx refuses a parameter that the root does not have.
         if isinstance(a, nn.Parameter) and all(a is not own for own in self.root.parameters()):
             a = a.detach()
         return super().create_arg(a)

@@ -52,6 +52,8 @@ class Step:
 def pattern_steps(graph: fx.Graph) -> dict[fx.Node, Step]:
     """Return the operations that a pattern's outputs depend on, without those of sizes."""
     steps: dict[fx.Node, Step] = {}
+    # From the outputs upward, through operands only: nodes that compute sizes are not required in a
+    # graph.
     pending = list(graph.output_node().all_input_nodes)
     while pending:
         node = pending.pop()
@@ -77,6 +79,7 @@ def _step(node: fx.Node) -> Step:
     call = call_of(node, lambda target: node.meta[PATTERN_MODULE])
     if call.args is None:
         raise ValueError(f"the pattern calls {node.target} with arguments that it does not take")
+    # A layer with parameters stands for its class; one without is an operator, in any spelling.
     if module is not None and (call.op is None or next(module.parameters(), None) is not None):
         bound = bind_signature(module.forward, node.args, node.kwargs)
         return Step(node, Call(type(module), bound and _with_tensors(bound)), module=module)
@@ -95,6 +98,8 @@ def _operator_step(node: fx.Node, call: Call, module: nn.Module | None) -> Step:
     by_default = {str(k) for k, value in given.items() if same_value(call.default(k), value)}
     # Python functions are traced with all arguments: F.dropout(x) shows p=0.5, training=True.
     implied = frozenset(by_default) if inspect.isfunction(node.target) else frozenset()
+    # A function that states ``p=0.1`` means it. A module of the pattern, and operations picked by
+    # hand, have some probability and mode because they must.
     is_exact = module is None and PATTERN_OF_CHAIN not in node.meta
     skipped = IGNORED | sizes.keys() | (FREE & by_default if is_exact else FREE)
     stated = {name: value for name, value in given.items() if name not in skipped}

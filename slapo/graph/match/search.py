@@ -124,12 +124,17 @@ class _Unification:
 
     def run(self, anchor: fx.Node, node: fx.Node) -> Match | None:
         """Match with `anchor` at `node`; return None on failure."""
+        # Unification with backtracking. `pending` has the pairs of pattern and graph values that
+        # must agree. Each call works it off up to the first unbound pattern node, and `_bind` tries
+        # the rest for each order of its operands. Without pairs, the search goes on at the users of
+        # bound nodes.
         self._unify([(anchor, node)])
         return self._found
 
     def _unify(self, pending: list[Pair]) -> bool:
         """Match pairs of pattern and graph values, and then everything connected to them."""
         while pending:
+            # A copy of the list, since another branch may continue from the caller's.
             (wanted, value), pending = pending[0], pending[1:]
             if isinstance(wanted, fx.Node) and wanted not in self._bound:
                 self._note_progress()
@@ -179,6 +184,8 @@ class _Unification:
         if node in self._images or node in self._taken or not self._index.fits(step, node):
             return False
         call = self._index.call(step, node)
+        # An in-place operation computes what the pattern does, unless someone else sees the written
+        # value.
         writes = call.inplace and not step.call.inplace
         return not writes or is_private((call.args or {}).get("input"), self._index.modules)
 
@@ -226,6 +233,7 @@ class _Unification:
 
 def _wildcard_fits(wanted: fx.Node, value: Any) -> bool:
     """Return whether a wildcard matches `value`; None is the absence of a value."""
+    # Picked by hand: this parameter, and not any value.
     if wanted.op == "get_attr" and PATTERN_OF_CHAIN in wanted.meta:
         same = (wanted.op, wanted.target)
         return isinstance(value, fx.Node) and (value.op, value.target) == same

@@ -19,6 +19,7 @@ def same_value(one: Any, other: Any) -> bool:
     if isinstance(one, CONTAINERS):
         inner = inner_pairs(one, other)
         return inner is not None and all(same_value(a, b) for a, b in inner)
+    # ``2`` and ``2.0`` scale alike, but ``True`` is no number: ``keepdim=True`` is not ``dim=1``.
     numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in (one, other))
     return (numbers and _equal(one, other)) or same_constant(one, other)
 

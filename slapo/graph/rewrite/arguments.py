@@ -134,6 +134,8 @@ def plan_call(
         choices = [rest] if len(rest) >= len(wanted) else []
     else:
         choices = []
+        # Four choices in this order: nodes alone, or constants of the pattern as well; each with
+        # sizes and without. The first with as many values as there are required parameters counts.
         for values_left in (rest, [*unnamed, *others]):
             choices += [values_left, [value for value in values_left if not is_size(value)]]
         choices = [given for given in choices if len(given) == len(wanted)]

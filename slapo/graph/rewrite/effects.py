@@ -43,6 +43,7 @@ class Effects:
     def writes(self, node: fx.Node) -> set[Root]:
         """Return the values that a node changes in place, including state of a called module."""
         written = self.roots(written_operands(node, self._gm.get_submodule))
+        # Sizes are memory of their own: a size query may pass a write to values, and not a resize.
         if written and changes_sizes(node):
             written |= {("sizes", root) for root in written}
         return written | self._state_of(node)[1]
@@ -69,6 +70,7 @@ class Effects:
 
     def roots(self, values: Iterable[fx.Node]) -> set[Root]:
         """Return the memory that values may share, found by following views upward."""
+        # Iterative, because chains of views in a long graph would exceed Python's recursion limit.
         asked = list(values)
         pending, above = list(asked), dict[fx.Node, list[fx.Node]]()
         while pending:
@@ -94,6 +96,8 @@ class Effects:
             # a view holds the owner's full state but uses little of it
             used, changed = Effects(module)._all_state()
         else:
+            # Any buffer may be a statistic that the forward updates; parameters change in the
+            # optimizer only.
             changed = _state(module.buffers())
             used = changed | _state(module.parameters())
         rescales = getattr(module, "max_norm", None) is not None  # embedding rows that it looks up

@@ -61,9 +61,12 @@ class Plan:
             for index, chain in enumerate(self.chains):
                 value = graph.call_function(getitem, (call, index)) if self.side_by_side else call
                 chain[-1].replace_all_uses_with(value)
+                # Marks describe the call; the value taken out of its results has no effects of its
+                # own.
                 value.meta = {k: v for k, v in chain[-1].meta.items() if k != MARKS}
                 value.type = chain[-1].type
         call.meta.update(self.meta)
+        # Users first, since fx refuses to erase a node that has some.
         for node in reversed(nodes):
             for check in [user for user in node.users if user.target is check_results]:
                 graph.erase_node(check)
@@ -99,6 +102,9 @@ def lay_out(
     for chain in ordered:
         check_closed(chain)
     inside = {node for chain in ordered for node in chain}
+    # One chain becomes a call at its last node, where all inputs are known. Of several chains, one
+    # may end before another's inputs are known, so a place is sought before the first use of any
+    # result.
     place = _place_before_uses(ordered, (args, kwargs)) if side_by_side else ordered[0][-1]
     check_reorder(gm, inside, place)
     meta = {MARKS: outward_effects(gm, inside)}

@@ -28,6 +28,8 @@ def check_reorder(gm: HasGraph, chain: Collection[fx.Node], place: fx.Node) -> N
     """
     inside = set(chain)
     ends = sorted((*inside, place))
+    # Only the nodes between are looked at, so that N rewrites of a long graph cost N times a
+    # constant.
     span = [ends[0]]
     while span[-1] is not ends[-1]:
         span.append(span[-1].next)
@@ -76,6 +78,9 @@ def _check_effects(
     """Refuse moves that swap the order of conflicting effects, before and after the place."""
     if inside.issuperset(span):
         return
+    # Before the place, nodes of the chain move later, past those that stay; behind it, earlier. Two
+    # nodes clash if one writes what the other uses. One walk suffices: collect what the part that
+    # stands first uses and writes, and compare each node of the other part when it comes.
     at = span.index(place)
     for part, movers_stand_first in ((span[:at], True), (span[at:], False)):
         used, written = dict[Root, fx.Node](), dict[Root, fx.Node]()
@@ -156,6 +161,7 @@ def _writers(gm: HasGraph, effects: Effects, value: fx.Node) -> list[fx.Node]:
     memory = effects.roots([value])
     pending = [root for root in memory if isinstance(root, fx.Node)]
     if value.op == "get_attr":
+        # Each lookup of an attribute is a node of its own, and all of them are the same tensor.
         pending += gm.graph.find_nodes(op="get_attr", target=value.target)
     seen, found = set(pending), []
     while pending:

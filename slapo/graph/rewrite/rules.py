@@ -91,6 +91,8 @@ class Rule:
         plan = self.plan if view.is_shown else None
         if plan is None:
             found = self._search(view)
+            # Captures share the view inside a checkpoint; another one may have rewritten it
+            # already.
             if isinstance(part, SubgraphView) and self.number in part.rewritten_by:
                 return
             matches = [self._pick(search, position, found) for search, position in self.picks]
@@ -121,6 +123,10 @@ class Rule:
 
     def _search(self, view: View) -> dict[Search, list[Match]]:
         """Repeat the searches of this rule, and of later ones made before it was applied."""
+        # The shown graph was searched when the program called `find`, perhaps before other
+        # rewrites. In a capture the rules run in order, so a search is repeated when as many
+        # rewrites are done as then (`search.rewrites`), and its matches wait on the graph for the
+        # rule that uses them.
         rules: list[Any] = rules_of(view.module)
         is_next = self.number < len(rules) and rules[self.number] is self
         found: dict[Search, list[Match]] = vars(view.graph).setdefault(_FOUND, {})
@@ -139,6 +145,8 @@ class Rule:
         matches = found.get(search)
         if matches is None:  # this capture already has other rewrites and must be recaptured
             raise self._refusal("the search for the operations ran before another rewrite")
+        # Matches are identified by their positions, which mean the same only if there are equally
+        # many.
         if len(matches) != search.total:
             raise self._refusal(
                 f"its search has {len(matches)} matches there, and {search.total} in the graph "
@@ -212,6 +220,8 @@ class Replace(Rule):
         return lay_out(gm, chains, args, kwargs, self.several)
 
     def _target(self, view: View, part: HasGraph, plan: Plan) -> Any:
+        # The module is added with the first graph, the shown one, and later graphs call it by its
+        # path.
         if self._new is not None:
             self.target, self._new = view.add(self.stem, self._new), None
         return self.target
@@ -306,6 +316,7 @@ def _text_of_target(node: fx.Node) -> str:
         return target
     home, name = getattr(target, "__module__", ""), getattr(target, "__qualname__", "")
     name = str(name) or called_name(node)
+    # Lambdas and local functions share their qualified names.
     unique = id(target) if not name or "<" in name else ""
     return f"{home}.{name or target}{unique}"
 
