@@ -94,6 +94,9 @@ def _split(axis: Axis, outer: int) -> Term:
 # --- unification --------------------------------------------------------------------------------
 def unify(first: Iterable[Axis], second: Iterable[Axis], why: str) -> None:
     """Unify two dimensions, or keep both replicated if their axes do not fit."""
+    # Both are products, outermost first. Peel off equal sizes; of unequal ones, split the larger
+    # axis by the smaller. Merging and splitting change other axes too, so the rests are resolved
+    # anew each time.
     left, right = factors(first), factors(second)
     while left and right:
         a, b = left[0], right[0]
@@ -115,6 +118,7 @@ def _merge(a: Axis, b: Axis, why: str) -> None:
     if a is b:
         return
     whole = a.whole or b.whole
+    # The axis with blocks stays, since cuts of its blocks are known to other tensors.
     if a.blocks is None:
         a.merge_into(b)
         kept = b
@@ -123,6 +127,7 @@ def _merge(a: Axis, b: Axis, why: str) -> None:
         b.merge_into(a)
         kept = a
         if b_blocks is not None:
+            # The coarsest blocks that both can be cut into.
             ends = sorted({*_ends(a.blocks), *_ends(b_blocks)})
             sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
             mine, theirs = _cut_row(a.blocks, sizes), _cut_row(b_blocks, sizes)
@@ -162,10 +167,13 @@ def cut(term: Term, sizes: Sequence[int]) -> list[Term] | None:
         rest = iter(found or ())
         return None if found is None else [next(rest) if size else fresh(0) for size in sizes]
     own = factors(term)
+    # Elements behind one index of the outermost axis: only that one can be cut into contiguous
+    # blocks.
     inner = prod(axis.size for axis in own[1:])
     if not own or any(size % inner for size in sizes):
         return None
     outer, counts = own[0], [size // inner for size in sizes]
+    # No rank count divides one element, and blocks of one axis are sharded all or none.
     if 1 in counts:
         keep_whole((outer,), "cut into single elements")
     if outer.whole:  # its blocks are whole too, so it does not matter which they are
@@ -271,6 +279,8 @@ def blocks_of(term: Iterable[Axis], chosen: Chosen) -> list[Term] | None:
     for number, axis in enumerate(own):
         inner, outer = tuple(own[number + 1 :]), size_of(own[:number])
         if axis in chosen:
+            # A sharded factor inside an unsharded one has a slice in each of the outer one's
+            # indices.
             return [(axis, *inner)] * outer
         if axis.blocks is not None and is_sharded((axis,), chosen):
             found: list[Term] = []

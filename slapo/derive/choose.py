@@ -46,6 +46,7 @@ class _Choice:
         #: dimensions with several axes, and concatenations, of all tensors
         self.products: list[list[Axis]] = []
         self.concatenations: Chosen = {}
+        # Most tensors of a model share a few dimensions; each is looked at once.
         known = set()
         for value in found.values:
             for term in value.dims:
@@ -73,6 +74,9 @@ class _Choice:
 
     def choose(self) -> Chosen:
         """Choose the heaviest axes first, relative to the axes that they exclude."""
+        # Greedy, from the heaviest axis relative to those that it excludes: taking it costs the
+        # least. Heads and head features weigh the same and exclude each other; of these, the outer
+        # one comes first.
         places = self._places()
 
         def worth(axis: Axis) -> tuple[float, int, float]:
@@ -113,10 +117,8 @@ class _Choice:
         return {axis: sum(all_of) / len(all_of) for axis, all_of in found.items()}
 
     def _with_other_blocks(self, axis: Axis) -> Chosen | None:
-        """Add one axis from each block concatenated with the axis's own; None if a block has none.
-
-        Added axes are handled in the same way, which covers nested blocks.
-        """
+        """Add one axis from each block beside the axis's own; None if a block has none."""
+        # Added axes are treated alike, which covers nested blocks.
         need: Chosen = {axis: None}
         todo = [axis]
         while todo:

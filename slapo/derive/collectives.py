@@ -65,6 +65,8 @@ class _Forward:
     def __init__(self, found: Trace, chosen: Chosen) -> None:
         self.found = found
         #: value -> True if it is sharded
+        # By identity, as tensors pass on their dimensions: a model has far fewer of these than
+        # values.
         terms = {id(term): term for value in found.values for term in value.dims}
         sharded = {key for key, term in terms.items() if is_sharded(term, chosen)}
         self.is_sharded = [not sharded.isdisjoint(map(id, v.dims)) for v in found.values]
@@ -132,6 +134,10 @@ class _Backward:
 
     def place(self) -> None:
         """Add sums of gradients until each replicated parameter's kind is known."""
+        # Values have indices in the order of creation, so a walk from the last to the first knows
+        # all uses of a value before the value. A new point changes gradients from its inputs on
+        # upward only, so the walk goes on there. At the end, points that would sum a whole gradient
+        # in some call are taken back.
         kinds: dict[int, str] = {}
         start = len(self.found.values) - 1
         for _ in range(4 * len(self.found.nodes) + 100):  # each pass adds a point or bans one
@@ -153,10 +159,7 @@ class _Backward:
                 self.result.partial[number] = None
 
     def _find_kinds(self, start: int, kinds: dict[int, str]) -> int | None:
-        """Compute value -> kind of its gradient, from `start` down to the first value.
-
-        Returns the index of the value to continue from after points were added, or None at the end.
-        """
+        """Compute kinds of gradients from `start` down; return where to continue, or None."""
         for number in range(start, -1, -1):
             if not (self.found.values[number].needs_grad and self.is_whole(number)):
                 continue
@@ -167,6 +170,8 @@ class _Backward:
                 continue
             node = self.found.nodes[self.producers[number]] if number in self.producers else None
             before = dict(self.result.gradients)
+            # Neither part of a mixed gradient can be summed afterwards: the whole part would count
+            # n times.
             if kind == MIXED or number in self.found.inputs:
                 self._separate(number, kinds)
             elif node is not None and self._ends_whole_layer(node):
@@ -193,6 +198,8 @@ class _Backward:
             if not self.is_whole(output):
                 return PARTIAL
             return kinds.get(output, "")
+        # A row layer adds its bias after the sum: its gradient is that of the output, on every
+        # rank.
         if id(node.call) in self.forward.row_calls:
             return WHOLE if number in self.parameters else ""
         if not all(map(self.is_whole, node.outputs)):
@@ -206,6 +213,8 @@ class _Backward:
         before = len(gradients)
         try:
             self._sum_behind(number, kinds)
+        # An operation combines the value with slices where no module is entered. Without the points
+        # behind the value its gradient is all partial, and is summed before it.
         except ImpossibleError:
             back = self._points_behind(number)
             if not back or (number, back) in self.tried:
@@ -243,6 +252,7 @@ class _Backward:
 
     def _ends_whole_layer(self, node: Node) -> bool:
         """Return whether a node ends a layer with parameters whose gradients would be partial."""
+        # Else each parameter of the layer would need a sum of its own at each step.
         call = node.call
         own = [f"{call.path}.{name}" for name, _ in call.module.named_parameters()]
         return (

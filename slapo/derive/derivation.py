@@ -126,6 +126,8 @@ def derive(
     """
     plain = _derive(model, args, kwargs, ranks, banned, frozenset())
     norms = _norms_behind_whole_layers(plain)
+    # A norm over all heads needs the whole projection before it, which then stays whole with its
+    # block.
     gathering = _derive(model, args, kwargs, ranks, banned, norms) if norms else plain
     return gathering if gathering.share() > plain.share() else plain
 
@@ -156,6 +158,7 @@ def _derive(
     tables, heads = vocabulary(model)
     found = trace(model, args, kwargs, heads, gathering)
     own = {*tables, *heads}
+    # A table whose weight another module reads, as one that adds all positions, is no vocabulary.
     tables = [path for path in tables if _users(found, f"{path}.weight") <= own]
     tables = [path for path in tables if _looks_up_its_input(found, path)]
     heads = {p: size for p, size in heads.items() if _users(found, f"{p}.weight") <= own}
@@ -177,6 +180,7 @@ def _derive(
                     keep_whole(term, f"used by a kernel of {type(module).__name__}")
     _name_axes(found)
     sizes, banned, given_up = _bytes_of(found), set(banned), list[str]()
+    # Without any axis nothing is impossible, so the last try succeeds.
     for number in range(_TRIES):
         chosen = {} if number == _TRIES - 1 else choose(found, sizes, ranks, banned)
         try:
@@ -186,6 +190,8 @@ def _derive(
             break
         except (ImpossibleError, UnfitNumbersError) as error:
             given_up.append(str(error))
+            # By name, which a later derivation of the same model on any rank gives to the same
+            # axis.
             names = {axis.name for axis in error.axes} or {axis.name for axis in chosen}
             banned |= names
     own_heads = list(heads)
@@ -236,10 +242,8 @@ def _users(found: Trace, name: str) -> set[str]:
 
 
 def _looks_up_its_input(found: Trace, path: str) -> bool:
-    """Return False for a table that makes its indices itself, such as Marian's table of positions.
-
-    Hooks around a table turn its first argument into rows of this rank.
-    """
+    """Return False for a table that makes its indices itself, such as Marian's of positions."""
+    # Hooks around a table turn its first argument into rows of this rank.
     weight, given = found.parameters[f"{path}.weight"], set[int]()
     for node in found.nodes:
         if node.call.path != path:

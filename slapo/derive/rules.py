@@ -70,6 +70,8 @@ class AxisCall(OperationCall):
 
     def contract(self, term: Term, *numbers: int) -> None:
         """Sum over a dimension: a partial sum if one of the arguments is a parameter."""
+        # A sum over two activations, such as attention scores over head features, is used at once,
+        # where no module ends that could reduce it.
         if any(self.are_parameters[number] for number in numbers):
             self.contracted.append(term)
         else:
@@ -327,6 +329,8 @@ def _attention(call: AxisCall) -> list[Dims]:
     q, k, v = (call.axes[number] for number in four[:3])
     for other in (k, v):
         call.same(q[0], other[0])
+    # Consecutive query heads share a key head, so key heads are the outer factor of the query
+    # heads.
     heads = size_of(k[1])
     shared = [q[1]] if size_of(q[1]) == heads else carve(q[1], [heads, size_of(q[1]) // heads])
     if shared is None:
@@ -336,6 +340,8 @@ def _attention(call: AxisCall) -> list[Dims]:
         call.same(shared[0], v[1])
     call.same(q[3], k[3])
     call.same(k[2], v[2])
+    # Softmax runs over tokens, scores sum over the features of queries and keys; those of values
+    # are free.
     call.keep_whole(q[2], q[3], k[2])
     for number in four[3:]:
         for of_mask, term in zip(call.axes[number][:2], q[:2], strict=True):
@@ -349,6 +355,7 @@ def _attention(call: AxisCall) -> list[Dims]:
 @_rule("embedding")
 def _embedding(call: AxisCall) -> list[Dims]:
     table, index = call.axes
+    # Vocabulary tables are sharded by rows all the same, with masked tokens; see `vocabulary`.
     call.keep_whole(table[0], why="a lookup of rows")
     return [[*index, table[1]]]
 
@@ -417,6 +424,7 @@ def _convolution(call: AxisCall) -> list[Dims]:
         call.contract(inner, 1)
     elif call.get("transposed"):
         return call.unknown("a transposed convolution of groups")
+    # Depthwise: each channel is a group of its own.
     elif size_of(x[1]) == groups == size_of(out):
         call.same(x[1], out)
     else:

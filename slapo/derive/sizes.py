@@ -118,6 +118,7 @@ def counted_attributes(model: nn.Module) -> Iterator[dict[Key, int]]:
         config = own.get("config")
         if hasattr(config, "__dict__") and not hasattr(module, "get_input_embeddings"):
             before.append((own, "config", config))
+            # All modules share the config; in a copy, the attributes count as those of this module.
             own["config"] = copy.copy(config)
             holders.append((vars(own["config"]), f"{path}.config"))
         for attributes, where in holders:
@@ -162,6 +163,8 @@ def divided_attributes(
 ) -> list[Key]:
     """Return the fewest attributes to divide, so that each integer is the size of its dimension."""
     found: list[Key] = []
+    # Attributes of separate groups have no size in common, so each group is searched alone: the
+    # number of subsets grows exponentially.
     for keys, mine in _connected(uses):
         wanted = [(use, local_size(use.term, chosen, ranks)) for use in mine]
 
@@ -169,6 +172,7 @@ def divided_attributes(
             return all(_fits(use.formula, size, values, divided, ranks) for use, size in wanted)
 
         free = sorted((k for k in keys if values[k] % ranks == 0), key=_heads_first)
+        # Fewest first: dividing an attribute that no size needs would change something else.
         tries = (
             frozenset(some)
             for count in range(min(len(free), _AT_ONCE) + 1)

@@ -226,9 +226,11 @@ class _Mode(TorchDispatchMode):
             value.needs_grad or value.unrecorded for value in values
         )
         needs_grad = torch.is_grad_enabled() and comes_of_some
+        # `F.linear` multiplies by a transposed weight, and packed weights are cut by views.
         is_view = len(values) == 1 and values[0].is_parameter and call.name not in _NO_VIEWS
         node = Node("operation", call.name, inputs, [], self.running[-1], call.contracted)
         for tensor, dims in zip(outs, found, strict=True):
+            # Written in place: what the tensor had before has the same axes.
             if id(tensor) in self.numbers:
                 for before, after in zip(self.dims(tensor), dims, strict=True):
                     unify(before, after, call.name)
@@ -265,6 +267,7 @@ class _Mode(TorchDispatchMode):
         finally:
             self.running.pop()
             inside = {key: self.numbers[key] for key in entered}
+            # Outside, the tensor is the value from before again, unless the module wrote to it.
             self.numbers |= {key: old for key, (old, new) in entered.items() if inside[key] == new}
         outs = tensors_in(out)
         for tensor in outs:
@@ -284,6 +287,8 @@ class _Mode(TorchDispatchMode):
 
     def _enter(self, here: ModuleCall, args: Any, kwargs: Any) -> dict[int, tuple[int, int]]:
         """Give tensors new indices within a module; return id -> (index outside, index inside)."""
+        # A value of its own within each module: gradients may be summed at an entry, so they differ
+        # inside and outside of it.
         entered: dict[int, tuple[int, int]] = {}
         for name, argument in _named(here.module, args, kwargs):
             for tensor in tensors_in(argument):
@@ -335,6 +340,8 @@ class _Sizes(TorchFunctionMode):
             return func(*args, **kwargs)
         before = self.mode.dims(args[0]) if args and isinstance(args[0], Tensor) else []
         plain_args, plain_kwargs = tree_map(_plain, (args, kwargs))
+        # Torch's C++ takes sizes as plain integers; what it computes from a `Counted` has no
+        # formula.
         out = func(*plain_args, **plain_kwargs)
         name = getattr(func, "__name__", str(func))
         for number, term in self._sizes(name, args, kwargs, out, before):
