@@ -268,6 +268,8 @@ class _DryRunSession:
         ends = self._ends(cuts, next(iter(runs.values())).regular)
         parts = divide(self.small, runs, self._recomputed(), ends)
         if self.layout.pp > 1 and any(stage.together for stage in parts):
+            # Which tied parameters fall into one stage is known after the cut: run once more with
+            # these tied.
             self._together = frozenset(names for stage in parts for names in stage.together)
             parts = divide(self.small, self._all_runs(), self._recomputed(), ends)
         return parts
@@ -306,6 +308,7 @@ class _DryRunSession:
             # sample.
             samples = self.layout.micro
             layout = replace(self.layout, pp=1, tp=1, micro_batches=1, batch=1)
+            # One rank has no group to shard tokens over.
             options = {n: v for n, v in self.options.items() if n != "sequence_parallel"}
             given = self.machine, self._dtype, self._inputs, self._loss_fn
             parts = _DryRunSession(self.recipe, self._source, layout, *given, options).stages(None)
@@ -344,6 +347,7 @@ class _DryRunSession:
             (self._key, self._dtype, self._few, self._together, ratio),
             (layout.tp, layout.micro, layout.length, bool(self.small.ties)),
             (machine.rounding, machine.is_asynchronous),
+            # The function and not its key, which may be registered anew.
             maker_of(self.recipe) if isinstance(self.recipe, str) else None,
             repr(sorted(self.options.items())),
             # Global switches of torch change which kernels a model runs.
@@ -428,6 +432,7 @@ class _DryRunSession:
             return ends
         costs = list(small.costs.values())
         head = getattr(small.model, "get_output_embeddings", lambda: None)()
+        # The last stage computes the head as well.
         costs[-1] += layer_costs(head, [""])[0] if isinstance(head, nn.Module) else 0.0
         return even_cuts(costs, pp)
 

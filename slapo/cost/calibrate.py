@@ -85,13 +85,11 @@ def calibrate(say: Callable[[str], None] = lambda text: None, seconds: float = 2
 
 
 class _Clock:
-    """Timer of one call, in seconds.
-
-    One thread is timed by CPU time, which other processes do not disturb. For several threads CPU
-    time is a sum over threads, so wall time is used.
-    """
+    """Timer of one call, in seconds."""
 
     def __init__(self, seconds: float) -> None:
+        # One thread is timed by CPU time, which other processes do not disturb. For several threads
+        # CPU time is a sum over threads, so wall time is used.
         self.least = seconds / 200
         self._now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
@@ -142,12 +140,14 @@ def _attention(clock: _Clock) -> dict[str, float]:
     once = clock.cold(attend, ring)
     both = clock.cold(lambda *operands: attend(*operands).sum().backward(), ring)
     flops = 4.0 * batch * heads * length * length * width
+    # The backward has five products of this size, one of them recomputed, and the forward two.
     return {_FLASH: flops / once, f"{_FLASH}_backward": 2.5 * flops / max(both - once, once)}
 
 
 def _bandwidth(clock: _Clock) -> float:
     """Return the bytes per second of adding tensors as large as activations."""
     sizes = (1 << 17, 1 << 19, 1 << 21)
+    # Two float32 operands are read, and one is written: 12 bytes an element.
     return statistics.median(12 * n / clock.cold(torch.add, _operands(2, n)) for n in sizes)
 
 
@@ -194,16 +194,15 @@ def _overhead(clock: _Clock, bandwidth: float) -> float:
     with Meter(layer) as meter:
         step()
     moved = sum(kernel.moved for kernel in meter.kernels)
+    # Tensors this small cost next to nothing but Python and the dispatcher.
     return max(clock(step) - moved / bandwidth, 1e-7) / len(meter.kernels)
 
 
 def _links() -> tuple[float, dict[str, float]]:
-    """Return latency in seconds, and bytes per second of collectives between products.
-
-    The products make ranks wait for each other as in a step. Waits count by their mean: with shared
-    cores most are short, and some take a time slice. Collectives are timed separately: gloo has no
-    ring for each, and its reduce-scatter is slower than its all-reduce.
-    """
+    """Return latency in seconds, and bytes per second of collectives between products."""
+    # Products in between make ranks wait for each other as in a step. Waits count by their mean:
+    # with shared cores most are short, and some take a time slice. Collectives are timed
+    # separately: gloo has no ring for each, and its reduce-scatter is slower than its all-reduce.
     square, small, large = torch.randn(512, 512), 1 << 8, 1 << 20
     ranks = dist.get_world_size()
     large -= large % ranks

@@ -143,7 +143,9 @@ class Machine:
         elif kernel.name in SLOW and self.slow:
             each = self.slow.get(kernel.name, self.slow.get("", 0.0))
             work = each * kernel.elements
+        # A roofline: a kernel overlaps arithmetic with memory traffic.
         busy = max(work, self.traffic(kernel.moved))
+        # On an accelerator the host launches ahead of the device; a CPU does both by turns.
         return max(busy, self.overhead) if self.is_asynchronous else busy + self.overhead
 
     def traffic(self, moved: float) -> float:
@@ -194,8 +196,10 @@ class Machine:
             return self.message(size, stride >= self.devices)
         if ranks < 2:
             return 0.0
+        # Data-parallel ranks are `tp` devices apart, so a node has fewer of them than devices.
         within = max(1, min(ranks, self.devices // stride if stride < self.devices else 1))
         nodes = math.ceil(ranks / within)
+        # An all-reduce is a reduce-scatter and an all-gather.
         rounds = 2 if "reduce" in name and "scatter" not in name else 1
         # The devices of a node share their links to other nodes.
         width = self.inside if nodes == 1 else min(self.inside, self.between * within)
@@ -228,6 +232,7 @@ def _gpu(
     name: str, memory: int, half: float, single: float, wide: float, links: tuple[float, float]
 ) -> Machine:
     flops = {torch.float16: half, torch.float32: single}
+    # A V100 has no bfloat16 units; products in it run at the speed of the slowest listed dtype.
     if "v100" not in name:
         flops[torch.bfloat16] = half
     return Machine(name, memory * 2**30, flops, wide, links[0], between=links[1])

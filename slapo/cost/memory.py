@@ -74,9 +74,11 @@ def memory_of(
     count = layout.micro_batches
     received = parts.received.crossing if parts.received else 0
     back = parts.sent.gradient if parts.sent else 0
+    # Torch's stages allocate a receive buffer for each micro-batch.
     buffers = state.buffers + run.inputs * count + (received + back) * count
     base = state.parameters + run.buffers + state.optimizer + buffers
     most, peak = _run(parts, state, layout, stage)
+    # No activations are left when the optimizer steps, so the two peaks never coincide.
     in_step = state.gradients + max(state.reduced, state.working) + state.reducing
     worst = max(base + peak + state.around, base + in_step)
     activations = max(0, min(most, worst - base))
@@ -178,6 +180,7 @@ def _state_of(parts: StageParts, layout: Layout, update: Update, dtype: torch.dt
         return _deepspeed(held, layout, update, is_half)
     if layout.target == "megatron":
         return _megatron(held, layout, update, is_half)
+    # The torch engine uses FSDP2 for half precision too, with replicas of a single shard.
     if layout.data_parallel == "fsdp" or is_half:
         return _sharded(parts, layout, update)
     return _replicated(held, layout, update)
@@ -205,11 +208,7 @@ def _replicated(held: list[HeldParameter], layout: Layout, update: Update) -> _S
 
 
 def _sharded(parts: StageParts, layout: Layout, update: Update) -> _State:
-    """FSDP2, which also keeps the float32 copies for half precision.
-
-    Parameters outside layers stay gathered from the first forward to the last backward. In a
-    pipeline those of layers do too.
-    """
+    """FSDP2, which also keeps the float32 copies for half precision."""
     held = list(parts.held.values())
     shares = layout.dp if layout.data_parallel == "fsdp" else 1
     elements = [count // shares for count in _trained(held)]
@@ -219,12 +218,15 @@ def _sharded(parts: StageParts, layout: Layout, update: Update) -> _State:
     # Several layers of the full model may share a place.
     layers = Counter(step.place for step in parts.steps)
     one_layer = {place: size // max(layers[place], 1) for place, size in gathered.items()}
+    # Parameters outside layers stay gathered from the first forward to the last backward. In a
+    # pipeline those of layers do too.
     outside = sum(each.size for name, each in parts.held.items() if name not in parts.layer_of)
     stay_whole = layout.pp > 1
     single = SINGLE * sum(each.elements for each in held) // shares
     is_half = any(each.itemsize < SINGLE for each in held)
 
     def kept(size: int, count: int, is_last: bool) -> int:
+        # Gradients accumulate whole in float32, and are sharded after the last micro-batch.
         return SINGLE * count // (shares if is_last else 1)
 
     # In float32 a single rank's parameters are already full, so there is no copy.
@@ -282,5 +284,6 @@ def _megatron(held: list[HeldParameter], layout: Layout, update: Update, is_half
         optimizer=round(update.state * sum(own)) + copies,
         around=SINGLE * sum(elements),
         working=update.working(own),
+        # Gradients go into the buffer at once (`around`), and what the backward allocates is freed.
         kept=lambda made, count, is_last: 0,
     )

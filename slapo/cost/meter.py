@@ -163,6 +163,7 @@ class Meter(TorchDispatchMode):
     def watch(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Record in :attr:`touched` which of these tensors an operator reads or writes."""
         for name, tensor in named:
+            # By the storage object: the data pointer of a fake tensor is 0.
             self.watched.setdefault(tensor.untyped_storage()._cdata, name)
 
     def made(self, gradient: Tensor) -> bool:
@@ -186,6 +187,8 @@ class Meter(TorchDispatchMode):
         if key in self._sizes:
             return
         size = -(-storage.nbytes() // self.rounding) * self.rounding
+        # Python's storage object lives as long as the storage itself, also if only autograd holds
+        # the tensor.
         self._sizes[key] = size, weakref.ref(storage, lambda _: self._release(key))
         self.alive += size
         self.peak = max(self.peak, self.alive)
@@ -300,6 +303,7 @@ def _kernel(
     moved = sum(_bytes(t) for t in tensors)
     elements = max((t.numel() for t in tensors), default=0)
     dtype = made[0].dtype if made else torch.float32
+    # Small matrices run at the speed of one of them, however many there are.
     products = read[0].shape[0] if name in ("bmm", "baddbmm") and read else 1
     return Kernel(name, flops, moved, elements, dtype, products)
 

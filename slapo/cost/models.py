@@ -76,6 +76,7 @@ def for_training(config: Any) -> nn.Module:
         if kind is not None and ("For" in name or name.endswith("LMHeadModel")):
             named: nn.Module = kind._from_config(config)
             return named
+    # BART is in the mapping of masked models as well, which would come first.
     first = ["Seq2SeqLM"] if getattr(config, "is_encoder_decoder", False) else []
     for head in (*first, *_HEADS):
         kind = getattr(transformers, f"AutoModelFor{head}")

@@ -114,6 +114,7 @@ def run(
     with world, states_kept(0), tracing, fused, quiet, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mode = FakeTensorMode(allow_non_fake_inputs=True)
+        # A copy, because a schedule changes a model, and the next run schedules it in another way.
         model = on_fakes(small.model, mode)
         with mode:
             model = schedule(model).mod
@@ -125,6 +126,8 @@ def run(
             try:
                 try:
                     return _run(model, layers, given, loss_of, rounding)
+                # Without marks the run is one segment: no stages, but memory and time of one rank
+                # are still right.
                 except _IrregularError:
                     return _run(model, [], given, loss_of, rounding)
             except SlapoError:
@@ -226,10 +229,7 @@ class _IrregularError(Exception):
 
 
 class _Recorder:
-    """Recorder of segments, which start and end with layers.
-
-    A later micro-batch differs from the first: it adds its gradients to existing ones.
-    """
+    """Recorder of segments, which start and end with layers."""
 
     def __init__(
         self,
@@ -239,6 +239,8 @@ class _Recorder:
     ) -> None:
         self.meter = meter
         self.first = Pass()
+        # One micro-batch is run for both. A later one differs in its backward only: it adds its
+        # gradients to existing ones, and then frees its own.
         self.again = Pass(self.first.forward)
         self._handles: list[Any] = [
             parameter.register_post_accumulate_grad_hook(self._added)
@@ -265,6 +267,7 @@ class _Recorder:
             self._leave(stack, number, output)
 
         self._handles.append(
+            # Around the schedule's own hooks, whose collectives belong to this layer.
             layer.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         )
         self._handles.append(layer.register_forward_hook(after))
@@ -301,6 +304,7 @@ class _Recorder:
         """Hook: record the new gradient of a parameter."""
         grad = parameter.grad
         if grad is not None and self.meter.made(grad):
+            # Both gradients are read, and the sum is written.
             moved = 3 * grad.numel() * grad.element_size()
             self._additions.append(Kernel("add_", 0, moved, grad.numel(), grad.dtype))
 
@@ -353,6 +357,8 @@ class _Recorder:
     def _follow(self, hidden: Tensor | None, place: Place) -> None:
         """Close a place's backward once the gradient of its input is computed."""
         if hidden is not None and hidden.requires_grad:
+            # Autograd calls the hook when the gradient of the hidden states is complete, that is,
+            # when the backward of everything behind them has run.
             hidden.register_hook(lambda _: self._close_backward(place))
         else:  # nothing before needs a gradient, so the backward ends there
             self._end = place
@@ -369,6 +375,7 @@ class _Recorder:
         loss.backward()
         del loss
         self._close_backward(self._end)
+        # Frozen segments before the first trained one have no backward.
         for each in (self.first, self.again):
             frozen = itertools.takewhile(lambda place: place != self._end, each.forward)
             each.backward.update({place: Segment(0, 0, (), ()) for place in frozen})

@@ -59,6 +59,7 @@ def divide(
     for step, number, layer in _steps(small, runs, again):
         stage = stages[-1]
         found = _held(small, step, layer)
+        # The first segment that reads a parameter owns it, so that its gradient counts once.
         new = tuple(held for name, held in found.items() if name not in stage.held)
         stage.steps.append(replace(step, owned=new))
         stage.held.update(found)

@@ -83,6 +83,7 @@ def time_of(stages: list[StageParts], layout: Layout, machine: Machine, update: 
     passes = tuple((sum(each["F"]), sum(each["B"])) for each in costs)
     end = _simulate(passes, tuple(hops), tuple(backs), layout.schedule, layout.micro_batches)
     count = layout.micro_batches
+    # The parts of the slowest stage add up to the step; what it waits for is bubble or messages.
     slowest = max(costs, key=lambda c: c["F"][0] + c["B"][0] + c["F"][1] + c["B"][1])
     forward, backward = (count * slowest[kind][0] for kind in "FB")
     talk = count * sum(slowest[kind][1] for kind in "FB")
@@ -135,6 +136,8 @@ def _simulate(
 ) -> float:
     """Return the end of the last stage; each pass starts as soon as its inputs have arrived."""
     stages = len(costs)
+    # Each stage runs its passes in its own order, so its next one is known: run it as soon as the
+    # pass that feeds it has an end time. Rounds over the stages repeat until none can move.
     waiting = [list(order(schedule, stage, stages, count))[::-1] for stage in range(stages)]
     free = [0.0] * stages
     #: end times of the micro-batches of each stage, in order
@@ -165,6 +168,7 @@ def _stepped(parts: StageParts, layout: Layout) -> list[int]:
     trained = [held.elements for held in parts.held.values() if held.is_trained]
     if layout.data_parallel == "fsdp":
         return [count // layout.dp for count in trained]
+    # ZeRO flattens all parameters into one tensor and steps on a rank's slice of it.
     return [sum(trained) // layout.dp] if layout.zero else trained
 
 
@@ -190,16 +194,12 @@ def _zero(parts: StageParts, layout: Layout, machine: Machine) -> float:
 
 
 def _reduction(parts: StageParts, layout: Layout, machine: Machine, hidden: float) -> float:
-    """Return the seconds of data-parallel collectives that do not overlap with compute.
-
-    PyTorch and Megatron engines reduce half-precision gradients in float32. ZeRO-2 and 3 shard
-    gradients, so they reduce every micro-batch's; FSDP2 reduces their sum here. DeepSpeed's ZeRO-1
-    and 2 all-reduce a bucket and keep a slice.
-    """
+    """Return the seconds of data-parallel collectives that do not overlap with compute."""
     if layout.dp == 1:
         return 0.0
     trained = [held for held in parts.held.values() if held.is_trained]
     size = sum(held.size for held in trained)
+    # PyTorch and Megatron engines reduce half-precision gradients in float32.
     sums = size if layout.target == "deepspeed" else sum(SINGLE * held.elements for held in trained)
     is_sharded = layout.data_parallel == "fsdp" or layout.zero == 3
     # One collective per layer, and one for the rest.
@@ -217,11 +217,15 @@ def _reduction(parts: StageParts, layout: Layout, machine: Machine, hidden: floa
     if _is_zero(layout):
         copies += 2 / layout.dp
         operators = ZERO_OPERATORS * len(trained)
+    # ZeRO 1 and 2 all-reduce a bucket and keep a slice. ZeRO 2 and 3 shard gradients, so they
+    # reduce those of every micro-batch; FSDP2 reduces their sum here.
     reduce = seconds("reduce_scatter" if scatters else "all_reduce", sums, copies)
     reduce += operators * machine.overhead
     gather = seconds("all_gather", size, 1)
     count = layout.micro_batches
     if layout.data_parallel == "fsdp":
+        # Each layer is gathered for its forward and again for its backward; stages keep theirs for
+        # a step.
         gathers = 1 if layout.pp > 1 else 2 * count
         return max(0.0, gathers * gather + reduce - hidden * 2 * count)
     if layout.zero == 3:

@@ -339,6 +339,7 @@ class _Search:
         options: dict[str, Any] = {**self.options, **({"ckpt_ratio": ratio} if ratio else {})}
         spread: dict[str, Any] = {"sequence_parallel": True}
         said = f"{batch} samples cannot form micro-batches of {micro} on {dp} replicas"
+        # With sharded tokens first, which takes less memory; not every recipe has the option.
         for more in (spread, {}) if tp > 1 else ({},):
             if batch % (dp * micro):
                 break

@@ -75,6 +75,8 @@ class Update:
             )
         # A class makes the same optimizer at each call; a function may not.
         stepped = _stepped_by_class if isinstance(optimizer, type) else _stepped
+        # Three counts for three unknowns: a third parameter adds only what a step keeps for all of
+        # them; the second one also what is still there of the first.
         (state, one, kernels), (_, two, _), (_, three, _) = (
             stepped(optimizer, count, accelerator) for count in (1, 2, 3)
         )
@@ -120,6 +122,8 @@ def _stepped(
                 "torch.optim.Optimizer"
             )
         for group in optimizer.param_groups if accelerator else ():
+            # None is torch's default, which means True on an accelerator; the fakes here are on the
+            # CPU.
             if group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True
         for parameter in parameters:
@@ -129,6 +133,7 @@ def _stepped(
             before = meter.alive
             try:
                 optimizer.step()
+                # The first step creates the state, so the second one shows what a step takes.
                 kept = meter.alive
                 meter.peak, meter.kernels = meter.alive, []
                 optimizer.step()
