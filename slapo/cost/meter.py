@@ -70,6 +70,17 @@ _FORMULAS: dict[str, Callable[..., int]] = {
 }
 
 
+#: Collective of c10d, or functional one -> its name in :attr:`.machine.Machine.links`.
+_COLLECTIVES = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "allgather_base": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+}
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A kernel, with the figures that determine its time."""
@@ -246,7 +257,8 @@ class Meter(TorchDispatchMode):
             groups = [dist.distributed_c10d._resolve_process_group(named[-1])]
         size = max(t.numel() * t.element_size() for t in tensors)
         ranks = groups[0].size() if groups else 1
-        self.collectives.append(Collective(name.strip("_"), size, ranks))
+        plain = name.strip("_")
+        self.collectives.append(Collective(_COLLECTIVES.get(plain, plain), size, ranks))
 
 
 #: Attributes of fake tensors: the mean of one random value, and the likely value of a boolean.

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmark.measure import allocated
 from slapo.cost import Meter
+from slapo.sharding.collectives import all_gather, reduce_from_group, reduce_scatter
 from slapo.verify.placement.offline import fake_world
 
 
@@ -125,6 +126,16 @@ def test_collectives_have_sizes_and_ranks() -> None:
     assert [(size, ranks) for _, size, ranks in found] == [(400, 4), (800, 8)]
     assert "reduce" in found[0][0]
     assert "broadcast" in found[1][0]
+
+
+def test_collectives_have_the_names_of_measured_links() -> None:
+    x = torch.ones(4, 4)
+    with fake_world(2), Meter() as meter:
+        reduce_from_group(x)
+        all_gather(x, None, axis=0)
+        reduce_scatter(x, None, axis=0)
+    names = [each.name for each in meter.collectives]
+    assert names == ["all_reduce", "all_gather", "reduce_scatter"]
 
 
 def test_tensors_that_are_watched_are_named_when_touched() -> None:
