@@ -326,6 +326,27 @@ def test_sparse_gradients_are_compared() -> None:
         sch["0"].sync("fwd_post", lambda module, args, output: (2 * output) - output.detach())
 
 
+class Spectrum(nn.Module):
+    """Returns complex numbers, and keeps some in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act = nn.Linear(4, 6), nn.GELU()
+        self.register_buffer("turn", torch.polar(torch.ones(6), torch.arange(6.0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.fft(self.act(self.fc(x))) * self.turn
+
+
+def test_complex_outputs_are_compared() -> None:
+    with slapo.Verify(sch := slapo.create_schedule(Spectrum()), X):
+        sch["fc"].decompose()
+    for module, message in ((WrongGELU(), "the output differs"), (WrongGradient(), "gradient")):
+        sch = slapo.create_schedule(Spectrum())
+        with pytest.raises(slapo.VerificationError, match=message), slapo.Verify(sch, X):
+            sch["act"].replace(module)
+
+
 class Plain:
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden

@@ -76,7 +76,8 @@ def weighed(output: Any) -> Tensor | None:
     """Product of all outputs with fixed random values; None if no output requires a gradient."""
     generator = torch.Generator().manual_seed(SEED)
     terms = []
-    for _, tensor in tensors_in(output):
+    for _, each in tensors_in(output):
+        tensor = torch.view_as_real(each.resolve_conj()) if each.is_complex() else each
         if not tensor.is_floating_point():
             continue
         # Drawn for each output, also one without a gradient, so that both models' outputs keep the
@@ -147,7 +148,8 @@ def difference(given: Tensor, wanted: Tensor) -> float:
         return 0.0 if torch.equal(a, b) else float("inf")
     # A difference of two half-precision values may round to zero or overflow in their own dtype.
     wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
-    apart = (a.to(wide) - b.to(wide)).abs_()
+    apart = a.to(wide) - b.to(wide)
+    apart = apart.abs() if apart.is_complex() else apart.abs_()
     worst = apart.max().item()
     if not math.isfinite(worst):
         # Ignore equal infinities, as in masked scores, and NaN on both sides.
@@ -157,9 +159,9 @@ def difference(given: Tensor, wanted: Tensor) -> float:
 
 def scale_of(tensor: Tensor) -> float:
     """The largest finite absolute value."""
-    if tensor.numel() == 0 or not tensor.is_floating_point():
+    if tensor.numel() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
         return 0.0
-    values = tensor.detach()
+    values = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
     largest = max(abs(float(value)) for value in values.aminmax())  # makes no copy
     if largest < _FILL:
         return largest

@@ -185,7 +185,8 @@ class PairedRun:
         if self.sides.rtol is not None:
             return self.sides.rtol
         # Integers and booleans must be equal, even if the model rounds somewhere.
-        dtypes = [tensor.dtype, *(self._narrow if tensor.dtype in RTOL else ())]
+        dtype = tensor.dtype.to_real()
+        dtypes = [dtype, *(self._narrow if dtype in RTOL else ())]
         return max(rtol_for(dtype, self.sides.reference) for dtype in dtypes)
 
 
