@@ -14,7 +14,7 @@ from slapo.verify.placement.reduction_rules import ATTENTION
 from slapo.verify.placement.view_rules import COPIES, REORDERS, VIEWS
 
 #: Linear in all of their tensors together.
-_TOGETHER = ("add", "sub", "cat", "concat", "stack", "add_")
+_TOGETHER = ("add", "sub", "cat", "concat", "stack")
 #: Linear in each of their tensors.
 _EACH: tuple[str, ...] = ("mul", "mm", "bmm", "mv", "sum", "neg", "unsqueeze", "squeeze", "expand")
 _EACH += ("slice", "select", "split", "split_with_sizes", "narrow", "constant_pad_nd")
