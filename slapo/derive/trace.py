@@ -340,8 +340,6 @@ class _Sizes(TorchFunctionMode):
             return func(*args, **kwargs)
         before = self.mode.dims(args[0]) if args and isinstance(args[0], Tensor) else []
         plain_args, plain_kwargs = tree_map(_plain, (args, kwargs))
-        # Torch's C++ takes sizes as plain integers; what it computes from a `Counted` has no
-        # formula.
         out = func(*plain_args, **plain_kwargs)
         name = getattr(func, "__name__", str(func))
         for number, term in self._sizes(name, args, kwargs, out, before):

@@ -22,6 +22,7 @@ T = TypeVar("T")
 Question: TypeAlias = re.Pattern[str] | Callable[[fx.Node], bool]
 
 
+# By identity: rules made from one `find` share its search, and one repetition serves all of them.
 @dataclass(frozen=True, eq=False)
 class Search:
     """A search in one traced module, which rewrites repeat in other captures."""

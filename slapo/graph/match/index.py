@@ -72,6 +72,8 @@ class GraphIndex:
 
     def call(self, step: Step, node: fx.Node) -> Call:
         """Return the call of `node` with the argument names of `step`."""
+        # A module outside the table is compared by the parameters of its forward, not as an
+        # operator.
         as_module = step.call.op is None and node.op == "call_module"
         key = (node, as_module)
         if key not in self._calls:

@@ -66,6 +66,8 @@ class Rule:
         chains = [in_order(module.graph, chain) for chain in chains]
         known = list(bindings) or [{}] * len(chains)
         for k, pick in enumerate(picks or [None] * len(chains)):
+            # Operations picked by hand have no search, and later captures need one to find them
+            # again.
             if pick is None and isinstance(home_of(module), Traced):
                 search, position, match = search_for_chain(module, chains[k])
                 pick, known[k] = (search, position), match.bindings
@@ -75,6 +77,7 @@ class Rule:
         self.plan: Plan | None = self._planned(module, chains, known)
 
     def __getstate__(self) -> dict[str, Any]:
+        # A plan holds nodes of this graph, which the copy's graph does not have.
         return {**self.__dict__, "plan": None}
 
     def _planned(self, gm: HasGraph, chains: Chains, bindings: Bindings) -> Plan:

@@ -145,7 +145,7 @@ def causal_masks_left_out(arguments: Mapping[str, Any]) -> Iterator[None]:
     if home is None:
         yield
         return
-    # Dynamo before torch 2.14 takes ``torch.compiler.is_exporting()`` for True, and masks are never
+    # Older releases of dynamo take ``torch.compiler.is_exporting()`` for True, and masks are never
     # left out while exporting.
     replaced: dict[str, Any] = {"is_torchdynamo_exporting": _no}
     if arguments.get("position_ids") is None:

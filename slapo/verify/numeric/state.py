@@ -185,7 +185,7 @@ def _changed(
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    # The first makes no temporary tensors of the size of a weight, and decides nearly always.
+    # The second form is for NaN only, which `torch.equal` takes for different.
     return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
