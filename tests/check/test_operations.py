@@ -20,8 +20,10 @@ from slapo.sharding import reduce_from_group
 from slapo.sharding.groups import group_size
 from slapo.verify.numeric.harness import gathered_gradients
 from slapo.verify.placement import PlacementError, check, rules
+from slapo.verify.placement.call import Call, name_of
+from slapo.verify.placement.mode import _places_of
 from slapo.verify.placement.offline import check_at
-from slapo.verify.placement.place import PARTIAL_SUM, sliced
+from slapo.verify.placement.place import PARTIAL_SUM, NoRule, sliced
 from tests.check.verdicts import fake_world
 from tests.distributed import run_distributed
 from tests.graph.served import make
@@ -857,6 +859,15 @@ def test_a_table_of_ones_own_read_by_sliced_tokens(ranks: int) -> None:
             check(sch, torch.randn(3, 12, WIDTH))
         else:
             assert "partial_grad" in str(refused(sch, torch.randn(3, 12, WIDTH)))
+
+
+@pytest.mark.parametrize("name", ["_flash_attention_forward", "_efficient_attention_forward"])
+def test_attention_kernels_with_tokens_before_heads_have_no_rule(name: str) -> None:
+    """Slices along their dimension 1 are tokens, which would attend to themselves only."""
+    func, q = getattr(torch.ops.aten, name).default, torch.empty(2, 6, 4, 8, device="meta")
+    call = Call(func, name_of(func), (q, q, q), {}, [q, q, q], [q], [sliced(1)] * 3, 0, 2)
+    with pytest.raises(NoRule):
+        _places_of(call)
 
 
 def test_uneven_shares_are_checked_where_they_are_larger_too() -> None:

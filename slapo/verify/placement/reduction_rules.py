@@ -144,8 +144,9 @@ def group_norm(call: Call) -> list[Place]:
     return [first if out.ndim in (2, ndim) else PARTIAL_SUM for out in call.outs]
 
 
-#: Prefixes of torch's attention functions, forward and backward.
-ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
+#: Prefix of torch's attention functions, forward and backward. The kernels below them, such as
+#: `_flash_attention_forward`, take tokens before heads, and have no rule.
+ATTENTION = "_scaled_dot_product"
 
 
 def attention(call: Call) -> list[Place]:
