@@ -242,6 +242,8 @@ def _advice(ask: _Search, closest: Suggestion, gpus: int) -> str:
         f"{size_of(run.machine.memory)} on {gpus} x {run.machine.name}, with "
         f"{_described(closest)}"
     ]
+    # With the least memory only (all layers recomputed, micro-batches of one sample): the question
+    # is what fits at all.
     count = 2 * gpus
     while count <= MOST_GPUS:
         more = ask.over(count, SAMPLES * count, None, only_least=True)
@@ -315,6 +317,8 @@ class _Search:
         if not only_least:
             layouts = [each.dry_run.layout for each in _fitting(tried)]
             for size in [*dict.fromkeys((each.tp, each.pp) for each in layouts)][:FASTEST]:
+                # Larger micro-batches make larger kernels, and FSDP2 and ZeRO 3 gather less often,
+                # until memory or the number of micro-batches of a pipeline limits them.
                 micro, before = 2, 0.0
                 while fit[size] and micro <= LARGEST_MICRO:
                     now = _fastest(tried, *size)

@@ -98,6 +98,7 @@ def _defaults_of(old: Callable[..., Any]) -> dict[str, Any]:
     """Return the defaults of a callable; torch operators have them in their schemas."""
     signature = _signature_of(old)
     if signature is None:
+        # A builtin function shows no signature; the operator of its name has the defaults.
         packet = getattr(torch.ops.aten, getattr(old, "__name__", ""), None)
         overloads = [] if packet is None else [getattr(packet, o) for o in packet.overloads()]
         parameters = [p for o in overloads for p in _schema_parameters(o._schema)]

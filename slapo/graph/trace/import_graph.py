@@ -35,6 +35,7 @@ from slapo.graph.trace.torch_private import (
     sympy_interp,
 )
 
+#: Calls that compute nothing: some of torch's layers count their uses.
 _DROPPED = frozenset({torch._C._log_api_usage_once})
 
 #: Steps from the arguments to a value in them: the parameter's name, then (access, key) pairs.

@@ -149,6 +149,7 @@ def attributes_kept(root: nn.Module) -> Iterator[list[tuple[Any, str]]]:
         for name, table in state.items()
         if isinstance(table, (dict, list, set))
     ]
+    # Compared by identity below: ``==`` of tensors would run operations.
     changed: list[tuple[Any, str]] = []
     try:
         yield changed

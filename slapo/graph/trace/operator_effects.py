@@ -32,12 +32,15 @@ _WRITING = {  # functions of the module operator, and methods such as __iadd__
 }
 # Their schemas omit the writes to running statistics.
 _STATISTICS = ("batch_norm", "instance_norm")
+#: Names whose result may share memory with an operand, which their schemas do not show: casts may
+#: return the tensor itself.
 _VIEWING = {
     *("H", "T", "__getitem__", "atleast_1d", "atleast_2d", "atleast_3d", "bfloat16", "bool"),
     *("broadcast_tensors", "byte", "cdouble", "cfloat", "chalf", "char", "data", "double"),
     *("einsum", "float", "getattr", "getitem", "half", "int", "long", "meshgrid", "pos", "short"),
     *("type", "type_as"),
 }
+#: Modules that may return their input or a view of it; dropout does in eval mode.
 _PASSING = (nn.Identity, nn.Flatten, nn.Unflatten, _DropoutNd)
 _DRAWING = {
     *("fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices"),

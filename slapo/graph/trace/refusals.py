@@ -45,16 +45,19 @@ _DATA_SIGNS = (
     "unbacked symint",
     "Unsupported Tensor.item()",
 )
+#: Searched in the failing line only: other lines of a forward may draw as a graph can.
 _RANDOM_SIGNS = re.compile(
     r"\b(manual_seed(_all)?|initial_seed|[gs]et_rng_state(_all)?|fork_rng)\b"
     r"|\b(torch|random|cuda)\.seed(_all)?\(|(?<!torch\.)\brandom\.\w+\("
 )
+#: Methods whose effect no node of a graph stands for, so that it would be lost.
 _TRACELESS = {
     "register_hook": "registers a hook on a tensor",
     "register_post_accumulate_grad_hook": "registers a hook on a tensor",
     "backward": "runs a backward pass",
     "share_memory_": "moves a tensor to shared memory",
 }
+#: Starts of file names of torch, of this library, and of generated code (``<eval_with_key>``).
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")
 
 
@@ -127,6 +130,8 @@ def explain(error: Exception, root: nn.Module) -> TraceError:
 
 
 def _reason(error: Exception, frames: list[traceback.FrameSummary]) -> str:
+    # From the most precise source to guesses: our own refusal, the failing line, the exception's
+    # class, dynamo's wording.
     inner = next((e for e in _causes(error) if isinstance(e, TraceError)), None)
     if inner is not None:
         return str(inner)

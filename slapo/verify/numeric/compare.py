@@ -106,6 +106,7 @@ def _named(call: Call) -> str:
 
 def _recorded(trial: PairedRun, gradients: bool) -> Comparison:
     """Run both models again, and record the outputs of each module."""
+    # Again, so that only a failed verification pays for copies of all modules' tensors.
     sides, runs = trial.sides, []
     for model in (sides.reference, sides.sch.mod):
         with recorded(model) as run:

@@ -52,6 +52,7 @@ def wider(*models: nn.Module) -> list[torch.dtype | None]:
     """
     if any(map(is_compiled, models)):
         return [None]
+    # Float32 is a second choice for half-precision models only; for others it is their own dtype.
     sizes = [t.dtype.itemsize for m in models for t in m.parameters() if t.is_floating_point()]
     return [torch.float64, *([torch.float32] if min(sizes, default=4) < 4 else []), None]
 

@@ -41,6 +41,9 @@ def wrong_gradient(sch: Schedule, name: str, wanted: Place, found: Place) -> Pla
     said = f"{name!r} is {wanted}, and its gradient is {found}"
     if not (wanted.is_whole and found.is_partial):
         return _error(sch, Finding(said, path))
+    # Partial since before it came back to the parameter's module: the sharded region behind does
+    # not sum the gradient of its input. Otherwise the parameter itself is used on this rank's part,
+    # as a norm between sharded layers is, and its own gradient must be summed.
     birth = found.birth
     sent_back = birth is not None and birth.in_backward and not contains(path, birth.path)
     if birth is not None and sent_back and not _is_split_around(sch, path):
@@ -54,6 +57,7 @@ def wrong_gradient(sch: Schedule, name: str, wanted: Place, found: Place) -> Pla
 def wrong_sizes(sch: Schedule, found: Operation | None, wanted: Operation | None) -> PlacementError:
     """Error for an operation that differs from that of one process."""
     path, *others = [each.path for each in (found, wanted) if each is not None]
+    # The runs may have reached different modules by then; their common parent has taken the branch.
     while not all(contains(path, other) for other in others):
         path = path.rpartition(".")[0]
     said = (
@@ -115,6 +119,8 @@ def _about_random(sch: Schedule, stop: Stop) -> Finding:
     if stop.fault is Fault.SAME_DRAWS:
         return _advised(stop.path, remedy=Remedy(stop.path, (("fork_rng", (), {}),)))
     unfork = f"remove fork_rng around {stop.path!r}"
+    # With sequence parallelism, tokens (dimension 1, behind the batch) are sharded between the
+    # regions.
     if _spreads_tokens(sch) and birth is not None and birth.operation == "all_reduce":
         instead = add_sync(birth.path, "fwd_post", "reduce_scatter", axis=1)
         return _advised(birth.path, f"write {instead} instead of its all_reduce, or {unfork}")
@@ -218,6 +224,7 @@ def _about_slice(sch: Schedule, stop: Stop) -> Finding:
     if stop.fault is Fault.PACKED and birth is not None and birth.path:
         return _advised(birth.path)
     module = module_at(sch, stop.path)
+    # A layer without shards gets slices: either it was forgotten, or a gather in front of it.
     is_row = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
     if birth and is_row and module and sharding_of(module) is None and not stop.in_backward:
         axis = 1 if isinstance(module, nn.Linear) else 0

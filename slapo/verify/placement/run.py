@@ -215,6 +215,8 @@ class _Check:
 
     def _watched_by(self, mode: Any, carrier: Carrier) -> tuple[Any, ...]:
         """Contexts for a run on stand-ins whose operations `mode` follows."""
+        # The fake mode first: of several modes, the one entered last sees an operation first and
+        # passes it on.
         return (
             self.stand_ins.mode(),
             rules_of_functions(mode),
