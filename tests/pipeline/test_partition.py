@@ -87,7 +87,7 @@ def test_a_dict_of_modules_is_looked_through(container: str) -> None:
     model = Grouped()
     wanted = model(ids())
     sch = cut(model, container, "parts.h.0")
-    assert [*sch["submod_0"].mod.state_dict()][0] == "parts.emb.weight"
+    assert "parts.emb.weight" in sch["submod_0"].mod.state_dict()
     torch.testing.assert_close(sch.mod(ids()), wanted)
 
 
