@@ -168,9 +168,15 @@ def keyword_names(module: nn.Module) -> tuple[str, ...]:
     return _names_of(module.__dict__.get("forward", type(module).forward))[1]
 
 
-@functools.lru_cache(maxsize=256)
+# Dynamo would warn at each compilation that it traces a cached function, and not its cache.
+@torch.compiler.assume_constant_result
 def _names_of(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of positional and of keyword-only parameters."""
+    return _read_names(function)
+
+
+@functools.lru_cache(maxsize=256)
+def _read_names(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     found: tuple[list[str], list[str]] = ([], [])
     for p in inspect.signature(function).parameters.values():
         if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):

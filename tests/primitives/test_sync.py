@@ -256,3 +256,14 @@ def test_what_torchscript_has_compiled_takes_no_hooks(mode: str) -> None:
         sch["0"].sync(mode, "all_reduce")
     with pytest.raises(ValueError, match="put the sync on the module around it"):
         sch["0"].checkpoint().sync(mode, "all_reduce")
+
+
+@pytest.mark.filterwarnings("error")
+def test_hooks_are_compiled_with_the_model_and_without_a_warning() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4)
+    wanted = model(x)
+    sch = slapo.create_schedule(model)
+    sch["0"].shard("weight", axis=0).sync("bwd_post", "all_reduce", argument="input")
+    sch["1"].shard("weight", axis=1).sync("fwd_pre", "SR->RS").sync("fwd_post", "all_reduce")
+    compiled = torch.compile(sch.mod, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), wanted)
