@@ -248,7 +248,7 @@ def _looks_up_its_input(found: Trace, path: str) -> bool:
     for node in found.nodes:
         if node.call.path != path:
             continue
-        if node.kind == "entry" and node.name == input_names(node.call.module)[0]:
+        if node.kind == "entry" and node.name == input_names(node.call.module)[0][0]:
             given.update(node.outputs)
         elif node.kind == "operation" and weight in node.inputs and not given & {*node.inputs}:
             return False

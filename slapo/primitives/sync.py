@@ -24,7 +24,6 @@ from slapo.sharding.sync_hooks import (
     InputHook,
     OutputHook,
     input_names,
-    keyword_names,
 )
 from slapo.sharding.vocab import check_maskable, mask_vocabulary, masks_itself
 from slapo.utils.calls import check_takes
@@ -230,7 +229,8 @@ def _sums_gradients(module: nn.Module) -> bool:
 
 
 def _check_names(module: nn.Module, mode: str, op: SyncOp) -> None:
-    known = (*input_names(module), *keyword_names(module))
+    positional, keywords = input_names(module)
+    known = (*positional, *keywords)
     unknown = [name for name in op.argument or () if name not in known]
     if unknown:
         raise ValueError(

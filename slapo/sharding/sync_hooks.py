@@ -39,8 +39,8 @@ class InputHook(SyncHook):
     """
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        bare = innermost(module)
-        positions, ordered = input_names(bare), [*input_names(bare), *keyword_names(bare)]
+        positions, keywords = input_names(innermost(module))
+        ordered = [*positions, *keywords]
         named = getattr(self.function, "argument", None)
         wanted: tuple[str, ...] | list[str] = named or [
             *positions[: len(args)],
@@ -130,7 +130,7 @@ class GradientHook(SyncHook):
                     "sync on the module that takes the tensor"
                 )
             return new_args, new_kwargs
-        named = zip(input_names(innermost(module)), args, strict=False)
+        named = zip(input_names(innermost(module))[0], args, strict=False)
         new = [_mapped(value, passed) if name in names else value for name, value in named]
         new.extend(args[len(new) :])
         return tuple(new), {k: _mapped(v, passed) if k in names else v for k, v in kwargs.items()}
@@ -156,16 +156,12 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def input_names(module: nn.Module) -> tuple[str, ...]:
-    """Names of the positional parameters of a module's forward."""
-    if "forward" not in module.__dict__:
-        return _names_of(type(module).forward)[0][1:]
-    return _names_of(module.forward)[0]
-
-
-def keyword_names(module: nn.Module) -> tuple[str, ...]:
-    """Names of the keyword-only parameters of a module's forward."""
-    return _names_of(module.__dict__.get("forward", type(module).forward))[1]
+def input_names(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the positional and of the keyword-only parameters of a module's forward."""
+    if "forward" in module.__dict__:
+        return _names_of(module.forward)
+    positional, keywords = _names_of(type(module).forward)
+    return positional[1:], keywords
 
 
 # Dynamo would warn at each compilation that it traces a cached function, and not its cache.
