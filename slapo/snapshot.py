@@ -14,23 +14,41 @@ from slapo.graph.match.subgraph_view import SubgraphView
 from slapo.graph.trace.module import Traced, trace_of
 from slapo.node import Node
 from slapo.sharding.state import Sharding
+from slapo.wrapper import with_wrapped
 
 _CONTAINERS = (dict, set, list)
 
 
-class _Attributes:
-    """Attributes of one module; tensors and children are kept by reference."""
+class _ModuleState:
+    """State of one module: attributes, class, graphs, and attributes of its tensors.
+
+    Tensors and children are kept by reference.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
+        self.module, self.cls = module, type(module)
         self.attributes = {k: _shallow(v) for k, v in module.__dict__.items()}
         self.containers = {k: v for k, v in module.__dict__.items() if isinstance(v, _CONTAINERS)}
+        self.trace = trace_of(module).saved() if isinstance(module, Traced) else None
+        self.view = copy.deepcopy(module.graph) if isinstance(module, SubgraphView) else None
+        self.tensors = [
+            _TensorState(t)
+            for t in (*module._parameters.values(), *module._buffers.values())
+            if t is not None and not is_lazy(t)
+        ]
 
     def restore(self) -> None:
-        module = self.module
+        module: Any = self.module
+        module.__class__ = self.cls
         module.__dict__.clear()
         for key, value in self.attributes.items():
             module.__dict__[key] = self._refilled(key, value)
+        for tensor in self.tensors:
+            tensor.restore()
+        if self.trace is not None:
+            trace_of(module).restore(self.trace)
+        if self.view is not None and str(module.graph) != str(self.view):
+            module.graph = self.view
 
     def _refilled(self, key: str, value: Any) -> Any:
         """Refill the original container: wrappers and hook handles refer to it."""
@@ -43,32 +61,6 @@ class _Attributes:
         else:
             original.update(value)
         return original
-
-
-class _ModuleState(_Attributes):
-    """State of one module: attributes, class, graphs, and attributes of its tensors."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        self.cls = type(module)
-        self.trace = trace_of(module).saved() if isinstance(module, Traced) else None
-        self.view = copy.deepcopy(module.graph) if isinstance(module, SubgraphView) else None
-        self.tensors = [
-            _TensorState(t)
-            for t in (*module._parameters.values(), *module._buffers.values())
-            if t is not None and not is_lazy(t)
-        ]
-
-    def restore(self) -> None:
-        self.module.__class__ = self.cls
-        super().restore()
-        for tensor in self.tensors:
-            tensor.restore()
-        if self.trace is not None:
-            trace_of(self.module).restore(self.trace)
-        view: Any = self.module
-        if self.view is not None and str(view.graph) != str(self.view):
-            view.graph = self.view
 
 
 class _TensorState:
@@ -135,30 +127,12 @@ def _above(top: Node, node: Node) -> Iterator[nn.Module]:
     """Yield the modules on the path from the root to a node, including lists."""
     parts = node.model_path.split(".") if node.model_path else []
     for length in range(len(parts)):
-        yield from _chain(top.mod.get_submodule(".".join(parts[:length])))
+        yield from with_wrapped(top.mod.get_submodule(".".join(parts[:length])))
 
 
 def _below(root: nn.Module) -> Iterator[nn.Module]:
     for module in root.modules():
-        yield from _chain(module)
-
-
-def _chain(module: nn.Module | None) -> Iterator[nn.Module]:
-    """Yield a module and the modules that it wraps."""
-    while isinstance(module, nn.Module):
-        yield module
-        module = module.__dict__.get("mod")
-
-
-@contextmanager
-def attributes_kept(root: nn.Module) -> Iterator[None]:
-    """Undo changes of module attributes in the block, such as tables that modules cache."""
-    kept = [_Attributes(module) for module in _below(root)]
-    try:
-        yield
-    finally:
-        for module in kept:
-            module.restore()
+        yield from with_wrapped(module)
 
 
 @contextmanager

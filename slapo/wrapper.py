@@ -209,6 +209,14 @@ def innermost(module: nn.Module) -> nn.Module:
     return module
 
 
+def with_wrapped(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and all that it wraps, which ``modules()`` does not name."""
+    yield module
+    while isinstance(module, ModuleWrapper):
+        module = module.mod
+        yield module
+
+
 def is_adapted(module: nn.Module) -> bool:
     """Return True for a layer with low-rank adapters around it."""
     return all(name in module._modules for name in ("base_layer", "lora_A", "lora_B"))
@@ -230,8 +238,7 @@ def replace_innermost(module: nn.Module, new: nn.Module) -> nn.Module:
 @contextmanager
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
     """Put the model in train or eval mode; every module's own flag is restored at the end."""
-    modules = [m for outer in model.modules() for m in (outer, innermost(outer))]
-    flags = [(m, m.training) for m in modules]
+    flags = [(m, m.training) for outer in model.modules() for m in with_wrapped(outer)]
     model.train(training)
     try:
         yield

@@ -17,10 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from slapo.derive.axes import Term, carve, cut, factors, fresh, keep_whole, size_of, unify
 from slapo.derive.rules import MAKERS, AxisCall, Dims, apply_rule
 from slapo.derive.sizes import Counted, Key, SizeUse, counted_attributes
-from slapo.graph.trace.leaves import is_torch_leaf
+from slapo.graph.trace.leaves import attributes_kept, is_torch_leaf
 from slapo.history import contains
 from slapo.random import states_kept
-from slapo.snapshot import attributes_kept
 from slapo.utils.outputs import tensors_in as tensors_of_output
 from slapo.verify.placement.call import name_of, run, tensors_in
 from slapo.verify.placement.fake_parameters import FakeParameters, standing_in

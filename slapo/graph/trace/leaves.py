@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from slapo.graph.trace.hf import collects
 from slapo.hooks import MODE_ATTRIBUTE
 from slapo.random import tracker_kept
+from slapo.wrapper import with_wrapped
 
 #: ``is_leaf(module, path)``: True for modules that become one call.
 IsLeaf = Callable[[nn.Module, str], bool]
@@ -139,7 +140,8 @@ def attributes_kept(root: nn.Module) -> Iterator[list[tuple[Any, str]]]:
     A run on fake tensors would leave fake ones there. Yields the (owner, name) list of changed
     attributes, complete when the block ends.
     """
-    owners = [m for m in root.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    every = (each for module in root.modules() for each in with_wrapped(module))
+    owners = [m for m in every if not isinstance(m, torch.jit.ScriptModule)]
     configs = (vars(m).get("config") for m in owners)
     objects = {id(o): o for o in (*owners, *configs) if hasattr(o, "__dict__")}.values()
     before = [(o, vars(o), dict(vars(o))) for o in objects]

@@ -15,12 +15,12 @@ from torch.utils import _pytree as pytree
 
 from slapo.agreement import has_peers, same_on_all_ranks
 from slapo.errors import PlacementError, SlapoError, VerificationError
+from slapo.graph.trace.leaves import attributes_kept
 from slapo.logger import get_logger
 from slapo.primitives.base import find_primitive
 from slapo.random import states_kept
 from slapo.schedule import Schedule
 from slapo.sharding.checks import check_modules
-from slapo.snapshot import attributes_kept
 from slapo.utils.calls import as_call, outline, refuse_batch
 from slapo.utils.outputs import tensors_in
 from slapo.verify.numeric.compare import (

@@ -12,13 +12,13 @@ from torch.utils import _pytree as pytree
 
 from slapo.agreement import gathered, has_peers
 from slapo.errors import PlacementError, SlapoError
+from slapo.graph.trace.leaves import attributes_kept
 from slapo.logger import get_logger
 from slapo.random import states_kept
 from slapo.schedule import Schedule
 from slapo.sharding.checks import check_modules
 from slapo.sharding.groups import as_if_alone
 from slapo.sharding.steps import Carrier, carried_by
-from slapo.snapshot import attributes_kept
 from slapo.utils.calls import as_call, outline, refuse_batch
 from slapo.utils.outputs import tensors_in
 from slapo.utils.raised import running_in
