@@ -91,8 +91,8 @@ class Engine:
         self._batch_check = BatchCheck(options.mesh) if options.check_batches else None
         floating = (p.dtype for p in self.module.parameters() if p.is_floating_point())
         dtype = options.half or next(floating, None)
-        self._loss_mean = LossReducer(options.mesh, self.device, self.last_pp_rank, dtype)
-        self._tally = LossAccumulator()
+        self._reducer = LossReducer(options.mesh, self.device, self.last_pp_rank, dtype)
+        self._losses = LossAccumulator()
         self._outputs: list[Any] | None = None
         self._shifts_labels = shifts_labels(lowering)
         self._has_warned = False
@@ -158,7 +158,7 @@ class Engine:
             self._set_training()
             self._check_places(batch.first(self.options.micro_batches), with_loss=True)
             batch = self._weighted(batch, training=True)
-            self._tally = LossAccumulator(self.options.micro_batches)
+            self._losses = LossAccumulator(self.options.micro_batches)
             with self._all_or_nothing():
                 loss = self._train(batch)
             self._refuse_nonfinite()
@@ -175,7 +175,7 @@ class Engine:
 
     def _begin_mean(self) -> LossReducer:
         """Start the reduction of this step's loss and of the factor for gradients."""
-        return self._loss_mean.begin(self._tally, self.options.is_checked(self.step_count))
+        return self._reducer.begin(self._losses, self.options.is_checked(self.step_count))
 
     def eval_batch(
         self, data_iter: Iterator[Any], return_outputs: bool = False
@@ -201,7 +201,7 @@ class Engine:
             self._refuse_autocast("eval_batch")
             batch = self._load("eval_batch", data_iter, training=False)
             batch = self._weighted(batch, training=False)
-            self._tally, self._outputs = LossAccumulator(), [] if return_outputs else None
+            self._losses, self._outputs = LossAccumulator(), [] if return_outputs else None
             try:
                 with self._evaluating(), torch.no_grad(), self._among_replicas(batch):
                     parts = batch.most_parts(self.options.micro_batches)
@@ -326,7 +326,8 @@ class Engine:
         if check is None:
             return
         if len(set(gathered(batch_digest(part), self.mesh.get_group("tp")))) > 1:
-            return  # ranks have different tokens, which the check does not model
+            logger.info("no placement check of the first batch: tensor-parallel ranks differ in it")
+            return
 
         def loss_of(output: Any) -> Tensor:
             assert self.options.loss_fn is not None, "checked before the batch was loaded"
@@ -353,7 +354,7 @@ class Engine:
         output = part.without_padding(output)
         if self._outputs is not None:
             self._outputs.append(output)
-        loss = self._tally.add(self.options.loss_fn(output, part.targets), part.weight)
+        loss = self._losses.add(self.options.loss_fn(output, part.targets), part.weight)
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise ValueError(
                 "loss_fn returned a loss that does not require a gradient; compute it from the "

@@ -32,17 +32,17 @@ class LossAccumulator:
         self._losses: list[Tensor] = []
         self.count: Tensor | float = 0.0
         #: true if the loss function returns counts; None before its first call
-        self.counts: bool | None = None
+        self.returns_counts: bool | None = None
 
     def add(self, returned: Any, weight: Tensor | float | None = None) -> Tensor:
         """Add a loss function's result for a micro-batch; returns the root for backward."""
         counts = isinstance(returned, (tuple, list)) and len(returned) == 2
-        if self.counts not in (None, counts):
+        if self.returns_counts not in (None, counts):
             raise ValueError(
                 "loss_fn returned a number for one micro-batch and (sum, count) for another in "
                 "the batch; return the same for all"
             )
-        self.counts = counts
+        self.returns_counts = counts
         if counts:
             loss, count = _one_number(returned[0]), returned[1]
             self.count = self.count + _as_count(count, loss.device)
@@ -98,7 +98,7 @@ class LossReducer:
         # Apple's accelerator has no float64.
         self._wide = torch.float32 if device.type == "mps" else torch.float64
         #: true if the loss function returns counts; None before the first reduction
-        self.counts: bool | None = None
+        self.returns_counts: bool | None = None
         self._work: Any = None
         self._read: tuple[Tensor, Tensor | None] | None = None
 
@@ -111,13 +111,13 @@ class LossReducer:
         found = torch.zeros(self.tp, 3, dtype=self._wide, device=self._device)
         if self._is_last:
             total = tally.total
-            if self.counts not in (None, tally.counts):
+            if self.returns_counts not in (None, tally.returns_counts):
                 raise ValueError(
                     "loss_fn returned a number for one batch and (sum, count) for another; "
                     "return the same kind for all: ranks without a loss rely on the first one"
                 )
             own = found[self._place]
-            own[0], own[1], own[2] = total, tally.count, float(bool(tally.counts))
+            own[0], own[1], own[2] = total, tally.count, float(bool(tally.returns_counts))
         self._work = dist.all_reduce(found, async_op=True) if self._has_peers else None
         self._found, self._check, self._read = found, check and self.tp > 1, None
         return self
@@ -128,7 +128,7 @@ class LossReducer:
         None if they belong to means. Once that is established, it does not wait, so the optimizer's
         step hides the reduction.
         """
-        return None if self.counts is False and not self._check else self._wait()[1]
+        return None if self.returns_counts is False and not self._check else self._wait()[1]
 
     def loss(self) -> Tensor:
         """The 0-dim float32 loss, the same on every rank."""
@@ -142,11 +142,11 @@ class LossReducer:
             # Where the count is 0, so is the sum.
             counts = torch.where(counts == 0, 1, counts)
             means = sums / counts
-            if self.counts is None:
-                self.counts = bool(marks[0].item())
+            if self.returns_counts is None:
+                self.returns_counts = bool(marks[0].item())
             if self._check:
                 self._compare(means.tolist())
-            self._read = means[0].float(), self.dp / counts[0] if self.counts else None
+            self._read = means[0].float(), self.dp / counts[0] if self.returns_counts else None
         return self._read
 
     def _compare(self, means: list[float]) -> None:

@@ -33,8 +33,8 @@ def apply_schedule(
 ) -> Schedule:
     """Schedule a model by the recipe of its family.
 
-    The order is: kernels; tensor parallelism of layers, vocabulary and loss; checkpoints; pipeline
-    cuts. Values and names of the parameters stay. A call that fails changes nothing.
+    The order is: kernels; tensor parallelism of layers and vocabulary; checkpoints; the loss;
+    pipeline cuts. Values and names of the parameters stay. A call that fails changes nothing.
 
     Parameters
     ----------

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slapo.example_inputs import example_inputs
-from slapo.model_schedule import tensor_parallel as verbs
+from slapo.model_schedule import tensor_parallel
 from slapo.model_schedule.auto import in_training, prove
 from slapo.model_schedule.kernels import fuse_bias_gelu, use_backend, use_kernels
 from slapo.model_schedule.losses import (
@@ -112,7 +112,7 @@ class _RecipeRun:
         self.kernels()
         if self.parallel:
             for layer in self.all_layers() if dropouts(self.config) else ():
-                layer.sync("fwd_pre", verbs.require_seed)
+                layer.sync("fwd_pre", tensor_parallel.require_seed)
             self.split_layers()
         if self.splits_vocabulary:
             self.split_vocabulary()
@@ -121,7 +121,7 @@ class _RecipeRun:
             for layer in self.all_layers():
                 layer.compile()
         if self.options.bcast_input and self.parallel:
-            self.sch.sync("fwd_pre", verbs.broadcast_inputs)
+            self.sch.sync("fwd_pre", tensor_parallel.broadcast_inputs)
         self.loss()
         if self.parallel and self.options.check and self.is_doubtful:
             self.prove()
@@ -132,7 +132,9 @@ class _RecipeRun:
     def cast(self) -> None:
         """Cast first, since traces and kernels depend on the dtype."""
         if self.options.fp16 or self.options.bf16:
-            verbs.cast(self.sch.mod, torch.float16 if self.options.fp16 else torch.bfloat16)
+            tensor_parallel.cast(
+                self.sch.mod, torch.float16 if self.options.fp16 else torch.bfloat16
+            )
 
     def kernels(self) -> None:
         """Replace attention, activations, norms, and the head if it computes the loss."""
@@ -191,10 +193,10 @@ class _RecipeRun:
         """Shard embeddings by rows, and the head, which may be tied to them."""
         for path in self.recipe.embeddings.split():
             if path in self.base:
-                verbs.split_table(self.base[path])
+                tensor_parallel.split_table(self.base[path])
         if self.head:
             gather = self.options.gather_logits and not self.options.fused_loss
-            verbs.split_head(self.sch[self.head], gather)
+            tensor_parallel.split_head(self.sch[self.head], gather)
             if self.options.fused_loss:
                 self.sch[self.head].sync("fwd_post", gather_without_labels)
 

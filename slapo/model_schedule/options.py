@@ -121,7 +121,7 @@ def check(base: Schedule, recipe: Recipe, options: Options, config: Any) -> None
         )
     if base.world_size > 1:
         entries = _check_names(base, recipe, options, config)
-        if recipe.proven:  # others are proved as a whole
+        if recipe.proven:  # others are proved as a whole, unless check=False
             _check_known(entries)
         _check_counts(config, recipe, base.world_size)
         if options.attn_op_name is None and recipe.attention is None:

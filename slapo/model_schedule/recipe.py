@@ -72,8 +72,9 @@ class Recipe:
         :mod:`slapo.model_schedule.splits`. Blanks separate several paths, and ``*`` stands for any
         one part of a path. Without words a module stays replicated.
     proven
-        True for a table that is known to be right. Others are proved before each use, which needs
-        example inputs.
+        True for a table that is known to be right, as those of the families. Others are proved
+        before each use, which needs example inputs; with sharded tokens, their blocks without a
+        single entry gather all tokens.
     """
 
     stacks: tuple[Stack, ...]

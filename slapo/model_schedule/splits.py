@@ -177,7 +177,7 @@ def split(
             f"kernels have replaced {gone}, which the table names; leave these out of the table, "
             "or keep them by kernels=False and attn_op_name=None"
         )
-    run = _Split(base, stacks, found, tokens, in_stages, trusts_entries=recipe.proven)
+    run = _Split(base, stacks, found, tokens, in_stages, proven=recipe.proven)
     for block in run.wholes:
         block.sync("fwd_pre", "all_gather", axis=TOKENS, tensor_parallel_output_grad=False)
     for later in (False, True):
@@ -199,14 +199,14 @@ class _Split:
         found: list[Entry],
         tokens: bool,
         in_stages: bool,
-        trusts_entries: bool,
+        proven: bool,
     ) -> None:
         self.base, self.stacks, self.in_stages = base, stacks, in_stages
         layers = [layer for _, each in stacks for layer in each] if tokens else []
         #: blocks of layers whose input has all tokens on every rank, and modules that gather them
         self.wholes = [
             child
-            for layer in ([] if trusts_entries else layers)
+            for layer in ([] if proven else layers)
             for child in layer.child.values()
             if innermost(child.mod)._modules and _needs_wholes(child, found)
         ]

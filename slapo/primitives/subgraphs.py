@@ -23,6 +23,7 @@ from slapo.hooks import (
     move_reducers,
 )
 from slapo.node import Node
+from slapo.record.subgraphs import is_pair
 from slapo.wrapper import innermost
 
 
@@ -50,7 +51,7 @@ class Subgraphs:
 
 def parse(sch: Node, target_ops: Any, argument: str = "target_ops") -> Subgraphs:
     """Parse a pair, a subgraph, or a list of subgraphs; `argument` is the name in messages."""
-    single = _is_pair(target_ops)
+    single = is_pair(target_ops)
     groups = _groups(sch, target_ops, argument)
     parents = {parent for group in groups for parent, _ in group}
     if len(parents) > 1:
@@ -85,12 +86,8 @@ def _pick(group: Any) -> Pick | None:
     return None
 
 
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], fx.Node)
-
-
 def _groups(sch: Node, target_ops: Any, argument: str) -> list[Any]:
-    if _is_pair(target_ops):
+    if is_pair(target_ops):
         return [[target_ops]]
     if not isinstance(target_ops, (list, tuple)):
         raise TypeError(
@@ -100,9 +97,9 @@ def _groups(sch: Node, target_ops: Any, argument: str) -> list[Any]:
     if not target_ops:
         why = getattr(target_ops, "why", "")  # reason reported by find(), if any
         raise ValueError(f"{argument} is empty: the pattern matched nothing{why and f'; {why}'}")
-    groups = [target_ops] if all(map(_is_pair, target_ops)) else list(target_ops)
+    groups = [target_ops] if all(map(is_pair, target_ops)) else list(target_ops)
     for group in groups:
-        if not isinstance(group, (list, tuple)) or not group or not all(map(_is_pair, group)):
+        if not isinstance(group, (list, tuple)) or not group or not all(map(is_pair, group)):
             raise TypeError(
                 f"{argument} must be a (parent_path, node) pair, a list of those, or a list of "
                 f"such lists, got {target_ops!r}"

@@ -113,15 +113,16 @@ def keep_found(value: Any, keep: Callable[[Any], Any], node: Node) -> Part:
 
 def is_found(value: Any) -> bool:
     """Return whether it is a match, a located node, or a structure of these."""
-    if isinstance(value, (Subgraph, Located)) or _is_pair(value):
+    if isinstance(value, (Subgraph, Located)) or is_pair(value):
         return True
     return (
         isinstance(value, list)
         and bool(value)
-        and all(map(_is_pair, value))
+        and all(map(is_pair, value))
         and not any(isinstance(each, Located) for each in value)
     )
 
 
-def _is_pair(value: Any) -> bool:
+def is_pair(value: Any) -> bool:
+    """Return whether it is a ``(parent path, node)`` pair."""
     return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], fx.Node)

@@ -147,7 +147,7 @@ def _follow(adapted: Any, table: nn.Module, matrix: nn.Module) -> None:
     own, spec = make_sharding(matrix, state.group.group), state.specs.get("weight")
     tensors = {name: t for name, t in matrix._parameters.items() if t is not None}
     is_row = state.layout.output == PARTIAL
-    ops = [hook.function for hook in (*state.reducers, *_reductions(base).values()) if is_row]
+    ops = [hook.op for hook in (*state.reducers, *_reductions(base).values()) if is_row]
     if spec is None:
         is_partial = has_partial_grad(base._parameters.get("weight"))
     elif is_partial := is_first == is_row:
@@ -285,4 +285,4 @@ def _move_hooks(source: nn.Module, target: nn.Module, base: nn.Module, stay: boo
 def _reductions(base: nn.Module) -> dict[int, Any]:
     hooks: dict[int, Any] = base._forward_hooks
     outputs: dict[int, Any] = {k: hook for k, hook in hooks.items() if isinstance(hook, OutputHook)}
-    return {key: hook for key, hook in outputs.items() if hook.function.name in REDUCTIONS}
+    return {key: hook for key, hook in outputs.items() if hook.op.name in REDUCTIONS}

@@ -43,9 +43,8 @@ from slapo.sharding.steps import (
     carry_out,
 )
 
-# The public functions, and the group helpers that their callers need.
-__all__ = ["all_gather", "all_to_all", "copy_to_group", "group_rank", "group_size"]
-__all__ += ["parse_reshard", "reduce_from_group", "reduce_scatter", "reshard", "scatter"]
+__all__ = ["all_gather", "all_to_all", "copy_to_group", "reduce_from_group", "reduce_scatter"]
+__all__ += ["reshard", "scatter"]
 
 # Newer releases of torch deprecate the second names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -419,6 +418,8 @@ def _exchange(
 
 
 # --- autograd functions -------------------------------------------------------------------------
+# A backward pass calls the public function of the conjugate, so that it can be differentiated too:
+# the sum of a gradient in `_CopyToGroup.backward` is the forward of `_ReduceFromGroup`.
 class _ReduceFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None, step: Step) -> Tensor:

@@ -12,13 +12,12 @@ from slapo.errors import with_nearest
 from slapo.sharding.collectives import (
     all_gather,
     copy_to_group,
-    parse_reshard,
     reduce_from_group,
     reduce_scatter,
     reshard,
     scatter,
 )
-from slapo.sharding.groups import GroupHandle
+from slapo.sharding.groups import GroupHandle, parse_reshard
 from slapo.sharding.layout import REPLICATE, KnownSync, Layout, Placement, shard
 from slapo.sharding.steps import ALL_GATHER, ALL_REDUCE, COPY, REDUCE_SCATTER, SCATTER
 

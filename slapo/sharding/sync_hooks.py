@@ -22,13 +22,14 @@ _TENSORS: tuple[Any, ...] = (Tensor, fx.Proxy)
 class SyncHook:
     """A hook of this library, with its function and mode; copies and pickles keep it."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor], mode: str) -> None:
-        self.function, self._slapo_mode = function, mode
-        #: the function to call; a trace temporarily replaces it (graph/trace/leaves.py)
-        self._slapo_carry = function
+    def __init__(self, op: Callable[[Tensor], Tensor], mode: str) -> None:
+        #: what the user asked for: to compare and to print
+        self.op, self._slapo_mode = op, mode
+        #: what a call runs; a trace temporarily replaces it (graph/trace/leaves.py)
+        self._slapo_carry = op
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.function}, {self._slapo_mode!r})"
+        return f"{type(self).__name__}({self.op}, {self._slapo_mode!r})"
 
 
 class InputHook(SyncHook):
@@ -41,7 +42,7 @@ class InputHook(SyncHook):
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         positions, keywords = input_names(innermost(module))
         ordered = [*positions, *keywords]
-        named = getattr(self.function, "argument", None)
+        named = getattr(self.op, "argument", None)
         wanted: tuple[str, ...] | list[str] = named or [
             *positions[: len(args)],
             *sorted(kwargs, key=lambda k: ordered.index(k) if k in ordered else len(ordered)),
@@ -65,8 +66,8 @@ class InputHook(SyncHook):
 class OutputHook(SyncHook):
     """Post-forward hook that maps the first output tensor."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(function, "fwd_post")
+    def __init__(self, op: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(op, "fwd_post")
 
     def __call__(self, module: Any, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, _TENSORS):
@@ -105,10 +106,11 @@ class GradientHook(SyncHook):
     Each input passes through an identity whose backward is the all-reduce.
     """
 
-    function: SyncOp
+    op: SyncOp
 
     def __init__(self, op: SyncOp) -> None:
         super().__init__(op, "bwd_post")
+        # The op names the sum of the gradient; in the forward pass an input passes unchanged.
         self._slapo_carry = dataclasses.replace(op, name="all_reduce_grad", argument=None)
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -119,7 +121,7 @@ class GradientHook(SyncHook):
                 seen[id(tensor)] = self._slapo_carry(tensor)
             return seen[id(tensor)]
 
-        names = self.function.argument
+        names = self.op.argument
         if names is None:
             new_args = tuple(_mapped(value, passed) for value in args)
             new_kwargs = {key: _mapped(value, passed) for key, value in kwargs.items()}

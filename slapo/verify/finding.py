@@ -18,7 +18,7 @@ from slapo.wrapper import innermost
 E = TypeVar("E", bound=VerificationError)
 
 #: A primitive, its positional and its keyword arguments.
-Step = tuple[str, tuple[Any, ...], dict[str, Any]]
+PrimitiveCall = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Remedy:
     """Primitives for one node in order, to print and to try."""
 
     path: str
-    steps: tuple[Step, ...]
+    steps: tuple[PrimitiveCall, ...]
 
     def __str__(self) -> str:
         return spelled(self.path) + "".join(map(_written, self.steps))
@@ -38,7 +38,7 @@ class Remedy:
             node = getattr(node, name)(*args, **kwargs)
 
 
-def _written(step: Step) -> str:
+def _written(step: PrimitiveCall) -> str:
     name, args, kwargs = step
     shown = [*map(_quoted, args), *(f"{key}={_quoted(value)}" for key, value in kwargs.items())]
     return f".{name}({', '.join(shown)})"

@@ -19,7 +19,7 @@ def test_means_weigh_the_same_unless_they_are_told_what() -> None:
     tally = LossAccumulator(4)
     for value in (1.0, 2.0, 3.0, 6.0):
         assert float(tally.add(torch.tensor([value]))) == value / 4
-    assert (float(tally.total), tally.count, tally.counts) == (3.0, 1.0, False)
+    assert (float(tally.total), tally.count, tally.returns_counts) == (3.0, 1.0, False)
     tally = LossAccumulator()
     tally.add(torch.tensor(2.0), weight=3)
     tally.add(torch.tensor(6.0), weight=1)
@@ -31,7 +31,7 @@ def test_sums_bring_their_counts(count: Any) -> None:
     tally = LossAccumulator(2)
     assert float(tally.add((torch.tensor(6.0), count))) == 6.0
     tally.add((torch.tensor(0.0), 0))
-    assert (float(tally.total), float(tally.count), tally.counts) == (6.0, 3.0, True)
+    assert (float(tally.total), float(tally.count), tally.returns_counts) == (6.0, 3.0, True)
     mean = LossReducer(init_mesh(device="cpu"), CPU).begin(tally, check=True)
     loss, scale = mean.loss(), mean.scale()
     assert float(loss) == 2.0

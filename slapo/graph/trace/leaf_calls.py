@@ -476,7 +476,7 @@ def signature(module: nn.Module, path: str = "", classes: Mapping[str, type] | N
         hooks += each._forward_pre_hooks.values()
         kind = type(each) if classes is None else classes.get(full, type(each))
         # Syncs of siblings compare equal; hooks of users are compared by identity.
-        acts = tuple(h.function if hasattr(h, MODE_ATTRIBUTE) else id(h) for h in hooks)
+        acts = tuple(h.op if hasattr(h, MODE_ATTRIBUTE) else id(h) for h in hooks)
         found.append((name, kind, shapes, plain, acts))
     return tuple(found)
 

@@ -121,7 +121,7 @@ def _place(slot: Slot, name: str) -> Place:
         return sliced(axes[0]) if len(axes) == 1 else WHOLE
     if spec.world_size == 1:
         return WHOLE
-    return replace(of_spec(spec), birth=Origin("shard", name.rpartition(".")[0]))
+    return replace(of_spec(spec), origin=Origin("shard", name.rpartition(".")[0]))
 
 
 @contextmanager

@@ -117,7 +117,7 @@ class PlaceMode(OperationLog):
                 self._check_in_place(call, found)
         except PlacementViolation as misfit:
             raise self.stop(call.name, call.tensors, call.places, misfit) from None
-        self.returned = [self.born(call, place) for place in found]
+        self.returned = [self.with_origin(call, place) for place in found]
         for out, place in zip(call.outs, self.returned, strict=False):
             if any(out is tensor for tensor in call.tensors):
                 self._forget_constants(out)
@@ -131,26 +131,26 @@ class PlaceMode(OperationLog):
             put_place(tensor, replace(place_of(tensor), uniform=frozenset(), is_zero=False))
         self._constants.pop(_memory(written), None)
 
-    def born(self, call: Call, place: Place) -> Place:
+    def with_origin(self, call: Call, place: Place) -> Place:
         """Add the origin of a placement; a replicated tensor keeps its latest origin."""
-        if place.birth is not None or place.kind == MASKED:
+        if place.origin is not None or place.kind == MASKED:
             return place
         # A report names the operation that made a partial sum, not the many that passed it on.
-        births = [p.birth for p in call.places if p.kind == place.kind and p.birth is not None]
-        if births:
-            return replace(place, birth=max(births, key=lambda birth: birth.number))
+        origins = [p.origin for p in call.places if p.kind == place.kind and p.origin is not None]
+        if origins:
+            return replace(place, origin=max(origins, key=lambda origin: origin.number))
         if place.is_whole:
             return place
-        birth, owner = self._birth(call.name), self._owner(call)
-        return replace(place, birth=birth if owner is None else replace(birth, path=owner))
+        origin, owner = self._origin_here(call.name), self._owner(call)
+        return replace(place, origin=origin if owner is None else replace(origin, path=owner))
 
-    def _birth(self, operation: str) -> Origin:
+    def _origin_here(self, operation: str) -> Origin:
         path, in_backward = self.paths.now()
         return Origin(operation, path, in_backward, self.calls)
 
     def _owner(self, call: Call) -> str | None:
         """Module of a parameter that the graph of another module uses, or None."""
-        owners = [p.birth.path for p in call.places if p.birth and p.birth.operation == "shard"]
+        owners = [p.origin.path for p in call.places if p.origin and p.origin.operation == "shard"]
         return owners[-1] if owners and self.paths.in_graph() else None
 
     def _check_in_place(self, call: Call, found: list[Place]) -> None:
@@ -229,7 +229,7 @@ class PlaceMode(OperationLog):
             else:
                 result = function(tensor, group, **arguments)
         self.calls += 1
-        put_place(result, replace(given, birth=self._birth(step.name)))
+        put_place(result, replace(given, origin=self._origin_here(step.name)))
         return result
 
     def _other_ranks(self, group: dist.ProcessGroup | None) -> PlacementViolation | None:

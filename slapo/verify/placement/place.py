@@ -69,7 +69,7 @@ class Place:
     shuffled: int = -1
     order: tuple[int, ...] = ()
     #: for messages
-    birth: Origin | None = None
+    origin: Origin | None = None
     #: origin of the partial sum from whose shape a blank tensor was created
     blank_of: Origin | None = None
 
@@ -141,7 +141,7 @@ class Place:
             text = written(self.kind, self.dim, blocks=blocks, share=share, copies=copies)
             text += ", summands of it" if self.is_part else ""
         text += f", rows along {self.shuffled} in the ranks' order" if self.order else ""
-        return text + (f" (since {self.birth})" if self.birth is not None else "")
+        return text + (f" (since {self.origin})" if self.origin is not None else "")
 
 
 WHOLE, PARTIAL_SUM = Place(), Place(PARTIAL)

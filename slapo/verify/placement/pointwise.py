@@ -268,7 +268,7 @@ def like(call: Call) -> list[Place]:
     if place.is_slice:
         return [place] * len(call.outs)
     # A random mask may be drawn into it, and partial sums allow none.
-    return [replace(constant, blank_of=place.birth) for constant in of_wholes(call)]
+    return [replace(constant, blank_of=place.origin) for constant in of_wholes(call)]
 
 
 # Constants of another shape than the tensor that provides their type.

@@ -13,7 +13,7 @@ from slapo.schedule import Schedule
 from slapo.sharding.state import layout_of, sharding_of
 from slapo.sharding.steps import REDUCE_SCATTER
 from slapo.utils.raised import running_in
-from slapo.verify.finding import Finding, Remedy, Step, add_sync, kept_sizes, module_at
+from slapo.verify.finding import Finding, PrimitiveCall, Remedy, add_sync, kept_sizes, module_at
 from slapo.verify.placement.place import Fault, Origin, Place, Stop
 from slapo.verify.placement.sizes import Operation
 from slapo.wrapper import innermost
@@ -44,11 +44,11 @@ def wrong_gradient(sch: Schedule, name: str, wanted: Place, found: Place) -> Pla
     # Partial since before it came back to the parameter's module: the sharded region behind does
     # not sum the gradient of its input. Otherwise the parameter itself is used on this rank's part,
     # as a norm between sharded layers is, and its own gradient must be summed.
-    birth = found.birth
-    sent_back = birth is not None and birth.in_backward and not contains(path, birth.path)
-    if birth is not None and sent_back and not _is_split_around(sch, path):
+    origin = found.origin
+    sent_back = origin is not None and origin.in_backward and not contains(path, origin.path)
+    if origin is not None and sent_back and not _is_split_around(sch, path):
         said += ": missing reduction in the backward pass"
-        return _error(sch, replace(_sum_of_gradients(sch, birth.path), said=said, path=path))
+        return _error(sch, replace(_sum_of_gradients(sch, origin.path), said=said, path=path))
     said += ": each rank sees only part of the tokens or heads"
     remedy = Remedy(path, (("annotate", (leaf, "partial_grad", True), {}),))
     return _error(sch, Finding(said, path, remedy=remedy))
@@ -84,16 +84,16 @@ def _error(
     sch: Schedule, finding: Finding, is_certain: bool = True, places: Iterable[Place] = ()
 ) -> PlacementError:
     error = finding.error(PlacementError, "check", sch, sch.history)
-    births = (place.birth for place in places if not place.is_whole)
+    origins = (place.origin for place in places if not place.is_whole)
     error.is_certain = is_certain
-    error.origins = tuple({birth.path: None for birth in births if birth is not None})
+    error.origins = tuple({origin.path: None for origin in origins if origin is not None})
     return error
 
 
 # --- judgment: the module most likely at fault, and the fix ---------------------------------------
 def _judged(sch: Schedule, stop: Stop) -> Finding:
     step = stop.step
-    partial = _latest(p.birth for _, p in stop.given if p.is_partial)
+    partial = _latest(p.origin for _, p in stop.given if p.is_partial)
     if stop.fault is Fault.GROUP:
         return _advised(stop.path, "pass group=sch.group to the collective")
     if stop.fault in (Fault.SAME_DRAWS, Fault.OWN_DRAWS, Fault.DRAWS_FOR_PARTIAL):
@@ -108,22 +108,24 @@ def _advised(suspect: str, advice: str = "", remedy: Remedy | None = None) -> Fi
     return Finding("", "", suspect, remedy, advice)
 
 
-def _latest(births: Iterable[Origin | None]) -> Origin | None:
-    return max((b for b in births if b is not None), key=lambda birth: birth.number, default=None)
+def _latest(origins: Iterable[Origin | None]) -> Origin | None:
+    return max(
+        (b for b in origins if b is not None), key=lambda origin: origin.number, default=None
+    )
 
 
 def _about_random(sch: Schedule, stop: Stop) -> Finding:
-    birth = _latest(p.blank_of or p.birth for _, p in stop.given)
-    if stop.fault is Fault.DRAWS_FOR_PARTIAL and birth is not None:
-        return _about_partial(sch, stop, birth)
+    origin = _latest(p.blank_of or p.origin for _, p in stop.given)
+    if stop.fault is Fault.DRAWS_FOR_PARTIAL and origin is not None:
+        return _about_partial(sch, stop, origin)
     if stop.fault is Fault.SAME_DRAWS:
         return _advised(stop.path, remedy=Remedy(stop.path, (("fork_rng", (), {}),)))
     unfork = f"remove fork_rng around {stop.path!r}"
     # With sequence parallelism, tokens (dimension 1, behind the batch) are sharded between the
     # regions.
-    if _spreads_tokens(sch) and birth is not None and birth.operation == "all_reduce":
-        instead = add_sync(birth.path, "fwd_post", "reduce_scatter", axis=1)
-        return _advised(birth.path, f"write {instead} instead of its all_reduce, or {unfork}")
+    if _spreads_tokens(sch) and origin is not None and origin.operation == "all_reduce":
+        instead = add_sync(origin.path, "fwd_post", "reduce_scatter", axis=1)
+        return _advised(origin.path, f"write {instead} instead of its all_reduce, or {unfork}")
     return _advised(stop.path, f"{unfork}, or apply it only to modules that draw for shards")
 
 
@@ -140,9 +142,9 @@ def _about_step(stop: Stop) -> str:
     return ""
 
 
-def _about_partial(sch: Schedule, stop: Stop, birth: Origin) -> Finding:
-    path = birth.path
-    if birth.in_backward:
+def _about_partial(sch: Schedule, stop: Stop, origin: Origin) -> Finding:
+    path = origin.path
+    if origin.in_backward:
         return _sum_of_gradients(sch, path)
     if path == stop.path and not stop.in_backward:
         known = "slapo.op.LinearWithSyncFunc adds its bias after the sum"
@@ -212,27 +214,27 @@ def _shared_by_columns(sch: Schedule, path: str) -> str | None:
 
 def _about_slice(sch: Schedule, stop: Stop) -> Finding:
     slices = [p for _, p in stop.given if p.is_slice]
-    birth = _latest(p.birth for p in slices)
-    packed = next((p for p in slices if p.blocks and p.birth and p.birth.path), None)
-    if packed is not None and packed.birth is not None and stop.fault is Fault.BLOCKS:
+    origin = _latest(p.origin for p in slices)
+    packed = next((p for p in slices if p.blocks and p.origin and p.origin.path), None)
+    if packed is not None and packed.origin is not None and stop.fault is Fault.BLOCKS:
         advice = (
-            f"{spelled(packed.birth.path)} is sharded in {len(packed.blocks)} blocks: leave "
+            f"{spelled(packed.origin.path)} is sharded in {len(packed.blocks)} blocks: leave "
             "blocks= out if nothing is packed there, or shard the tensors that it meets the "
             "same way"
         )
-        return _advised(packed.birth.path, advice)
-    if stop.fault is Fault.PACKED and birth is not None and birth.path:
-        return _advised(birth.path)
+        return _advised(packed.origin.path, advice)
+    if stop.fault is Fault.PACKED and origin is not None and origin.path:
+        return _advised(origin.path)
     module = module_at(sch, stop.path)
     # A layer without shards gets slices: either it was forgotten, or a gather in front of it.
     is_row = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-    if birth and is_row and module and sharding_of(module) is None and not stop.in_backward:
+    if origin and is_row and module and sharding_of(module) is None and not stop.in_backward:
         axis = 1 if isinstance(module, nn.Linear) else 0
-        shard: Step = ("shard", ("weight",), {"axis": axis})
+        shard: PrimitiveCall = ("shard", ("weight",), {"axis": axis})
         split = Remedy(stop.path, (shard, ("sync", ("fwd_post", "all_reduce"), {})))
-        gather = add_sync(birth.path, "fwd_post", "all_gather", axis=-1)
+        gather = add_sync(origin.path, "fwd_post", "all_gather", axis=-1)
         return _advised(stop.path, str(gather), split)
-    whole = _latest(p.birth for _, p in stop.given if p.is_whole)
+    whole = _latest(p.origin for _, p in stop.given if p.is_whole)
     if slices and whole is not None and whole.operation == "all_reduce" and _spreads_tokens(sch):
         instead = add_sync(whole.path, "fwd_post", "reduce_scatter", axis=1)
         return _advised(whole.path, f"write {instead} instead of its all_reduce")

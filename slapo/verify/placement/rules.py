@@ -136,7 +136,7 @@ def _ruled(
             except PlacementViolation as misfit:
                 raise mode.stop(shown, tensors, places, misfit) from None
             for out, place in zip(outs, found, strict=False):
-                put_place(out, mode.born(call, place))
+                put_place(out, mode.with_origin(call, place))
         return result
 
     return run

@@ -340,7 +340,7 @@ def _put_in(call: Call) -> list[Place]:
     if not all(place.is_whole for place in call.places[1:-1]):
         raise call.misfit("the indices differ between ranks")
     if source.is_partial and (target.is_partial or target.is_zero):
-        return [PARTIAL_SUM if not source.birth else source]
+        return [PARTIAL_SUM if not source.origin else source]
     if target.is_partial and source.is_zero:
         return [target]
     if source.is_slice and call.name in ("index_put", "_index_put_impl", "index_add"):
