@@ -194,6 +194,15 @@ def test_train_mode_compares_dropout_masks_and_batch_statistics() -> None:
                 sch["2"].replace(nn.Dropout(0.25))
 
 
+def test_random_slopes_are_compared_by_their_mean() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 6), nn.RReLU()))
+    with slapo.Verify(sch, X):
+        sch["1"].fork_rng()
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 6), nn.RReLU()))
+    with pytest.raises(slapo.VerificationError), slapo.Verify(sch, X):
+        sch["1"].replace(nn.RReLU(upper=0.9))
+
+
 def test_a_replacement_that_keeps_values_of_its_own_is_refused() -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
     new = nn.Linear(4, 4)

@@ -90,6 +90,9 @@ class DropoutRecorder(TorchFunctionMode):
             drawn: Tensor = func(*args, **kwargs)
             with torch.no_grad():
                 return drawn.fill_(_DRAWS[func])
+        elif func in (F.rrelu, torch.rrelu):  # in eval mode the slope is the mean
+            self.differs |= bool(args[3] if len(args) > 3 else kwargs.pop("training", False))
+            args = (*args[:3], *(False for _ in args[3:4]), *args[4:])
         elif func in _STATISTICS:
             index, name = (5, "training") if func is F.batch_norm else (5, "use_input_stats")
             self.differs |= bool(args[index] if len(args) > index else kwargs.get(name))
