@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 import slapo
 from slapo import Schedule, ScheduleRecord
+from slapo.pipeline import generate_pipeline_partition
 from tests.primitives import models
 from tests.primitives.models import Stack
 
@@ -32,6 +33,7 @@ OTHERS: dict[str, Any] = {
     "dist": dist,
     "init_device_mesh": init_device_mesh,
     "nn": nn,
+    "partition": generate_pipeline_partition,
     "slapo": slapo,
     "torch": torch,
 }

@@ -163,7 +163,7 @@ def test_what_users_of_two_ranks_are_told(
 REMEDY = re.compile(
     r"(?:[;:,.?] |- )(?:(?:and|or) )?"
     r"(?:add|apply|bind|build|call|choose|create|cut|decompose|derive|fix|fuse|keep|launch|leave|look"
-    r"|make|name|pad|pass|pick|replace|replay|return|set|shard|take|trace|use|write)\b"
+    r"|make|move|name|number|pad|pass|pick|replace|replay|return|set|shard|take|trace|use|write)\b"
     r"|did you mean"
     r"|\b(?:known|nearest paths|there|classes|parameters|primitives) are |it has \['|\btakes [([]"
     r"|children are items|the module's attribute is|\.trace\(flatten=True\)|\.decompose\(\)"

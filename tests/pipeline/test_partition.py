@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import slapo
 from slapo.graph.trace import capture
-from slapo.pipeline import PipelinedModule, Stage, StageTie, analyze_tie_weights
+from slapo.pipeline import StageTie, analyze_tie_weights
 from slapo.pipeline import generate_pipeline_partition as partition
 from slapo.pipeline.boundaries import ShapeProbe, describe_tensors
 from slapo.pipeline.ties import ties_of_stages
@@ -127,11 +127,10 @@ def test_values_and_gradients_are_those_of_the_model() -> None:
 
 def test_a_stage_alone_sends_tensors_only() -> None:
     sch = cut(Model(), "encoder", "encoder.layer.0")
-    stage = sch.mod.stages[0]
-    sent = stage(ids())
+    given = ids()
+    sent = sch.mod.stages[0](given)
     assert [type(t) for t in sent] == [Tensor] * 3
-    assert sent[0] is not stage.received  # a view of the input, never the input itself
-    assert all(t is not ids for t in sent)
+    assert all(t is not given for t in sent), "a view of the input, never the input itself"
 
 
 def test_what_is_passed_through_has_a_history_of_its_own() -> None:
@@ -169,16 +168,6 @@ def test_ties_are_found_in_one_pass() -> None:
     assert (tie.stages, tie.owner) == ((0, 2), 0)
 
 
-def test_stages_copy_and_pickle() -> None:
-    sch = cut(Model(), "encoder", "encoder.layer.0")
-    stage = sch.mod.stages[0]
-    for twin in (copy.deepcopy(stage), pickle.loads(pickle.dumps(stage))):
-        assert isinstance(twin, Stage)
-        assert (twin.index, twin.received, twin.sent) == (0, stage.received, stage.sent)
-        for a, b in zip(twin(ids()), stage(ids()), strict=True):
-            assert torch.equal(a, b)
-
-
 class Shared(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -191,40 +180,19 @@ class Shared(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize(("call", "stages"), [(None, 4), (0, 2), (1, 2)])
-def test_a_module_that_is_called_several_times(call: int | None, stages: int) -> None:
+@pytest.mark.parametrize(("calls", "stages"), [([None], 4), ([0], 2), ([1], 2), ([2, 0], 3)])
+def test_a_module_that_is_called_several_times(calls: list[int | None], stages: int) -> None:
     model = Shared()
     sch = slapo.create_schedule(model)
     sch.trace_until("")
-    sch["block"].cut_pipeline_stage(call=call)
+    for call in calls:
+        sch["block"].cut_pipeline_stage(call=call)
     partition(sch)
     x, mask = torch.randn(2, 3, 8), torch.ones(2, 3)
     assert len(sch.mod.stages) == stages
     assert torch.equal(sch.mod(x, mask), Shared.forward(model, x, mask))
     owners = {name for tie in sch.mod.ties for _, name in tie.members}
     assert owners == {"block.fc.weight", "block.fc.bias"}
-
-
-def test_calls_are_named_one_by_one() -> None:
-    sch = slapo.create_schedule(Shared())
-    sch.trace_until("")
-    sch["block"].cut_pipeline_stage(call=2).cut_pipeline_stage(call=0)
-    with pytest.raises(ValueError, match="ends after this module already"):
-        sch["block"].cut_pipeline_stage(call=0)
-    with pytest.raises(ValueError, match="ends after this module already"):
-        sch["block"].cut_pipeline_stage()
-    with pytest.raises(ValueError, match="index of a call"):
-        sch["block"].cut_pipeline_stage(call=-1)
-    assert len(partition(sch).mod.stages) == 3
-
-
-def test_a_call_that_is_not_there() -> None:
-    sch = slapo.create_schedule(Shared())
-    sch.trace_until("")
-    sch["block"].cut_pipeline_stage(call=3)
-    with pytest.raises(slapo.SlapoError, match=r"call 3 of 'block', which the model calls 3 times"):
-        partition(sch)
-    assert not isinstance(sch.mod, PipelinedModule)
 
 
 # --- inputs ---------------------------------------------------------------------------------
@@ -382,8 +350,13 @@ def test_which_kernel_a_convolution_takes_is_no_condition(batch: int) -> None:
     assert torch.equal(sch.mod(x), model(x))
 
 
-# --- what cannot be cut ----------------------------------------------------------------------
-def test_nothing_is_cut() -> None:
+# --- what cannot be cut: golden/mistakes/generate_pipeline_partition.txt has more -------------
+def test_what_is_no_row_of_stages() -> None:
+    sch = slapo.create_schedule(Model())
+    sch["encoder"].trace(recursive=False)
+    sch["encoder.layer.0"].cut_pipeline_stage()
+    with pytest.raises(slapo.SlapoError, match="below the root, which is not traced"):
+        partition(sch)
     sch = slapo.create_schedule(Model())
     sch.trace_until("encoder")
     with pytest.raises(slapo.SlapoError, match="no stage is cut"):
@@ -392,80 +365,26 @@ def test_nothing_is_cut() -> None:
         partition(sch["encoder"])
 
 
-def test_the_parent_is_not_traced() -> None:
-    sch = slapo.create_schedule(Model())
-    with pytest.raises(slapo.SlapoError, match=r"trace_until\('encoder'"):
-        sch["encoder.layer.0"].cut_pipeline_stage()
-    # The parent is, but what calls the parent is not.
-    sch["encoder"].trace(recursive=False)
-    sch["encoder.layer.0"].cut_pipeline_stage()
-    with pytest.raises(slapo.SlapoError, match="below the root, which is not traced"):
-        partition(sch)
-
-
-def test_containers_with_hooks_are_refused() -> None:
-    sch = slapo.create_schedule(Model())
-    sch.trace_until("encoder")
-    sch["encoder.layer.0"].cut_pipeline_stage()
-    sch["encoder"].mod.register_forward_hook(lambda *_: None)
-    with pytest.raises(slapo.SlapoError, match="'encoder' has hooks"):
-        partition(sch)
-
-
-def test_checkpointed_containers_are_refused() -> None:
-    sch = slapo.create_schedule(Model())
-    sch.trace_until("encoder")
-    sch["encoder.layer.0"].cut_pipeline_stage()
-    sch["encoder"].checkpoint()
-    with pytest.raises(slapo.SlapoError, match="'encoder' is checkpointed"):
-        partition(sch)
-
-
-def test_an_empty_stage_is_refused() -> None:
-    sch = slapo.create_schedule(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    sch.trace_until("")
-    sch["1"].cut_pipeline_stage()
-    with pytest.raises(slapo.SlapoError, match="nothing runs after '1'"):
-        partition(sch)
-
-
 class NoGrad(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.a, self.c = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             x = self.a(x)
-            x = self.b(x)
         return self.c(x)
 
 
-def test_a_cut_within_no_grad_is_refused_and_after_it_kept() -> None:
-    arguments: dict[str, Any] = {"tracer": "huggingface", "example_inputs": (torch.ones(2, 4),)}
-    sch = slapo.create_schedule(NoGrad())
-    sch.trace_until("", **arguments)
-    sch["a"].cut_pipeline_stage()
-    with pytest.raises(slapo.SlapoError, match="inside a no_grad or autocast block"):
-        partition(sch)
+def test_a_cut_after_no_grad() -> None:
     sch = slapo.create_schedule(nn.Sequential(NoGrad(), nn.Linear(4, 4)))
-    sch.trace_until("0", **arguments)
+    sch.trace_until("0", tracer="huggingface", example_inputs=(torch.ones(2, 4),))
     sch["0"].cut_pipeline_stage()
     partition(sch)
     sch.mod(torch.ones(2, 4)).sum().backward()
     gradients = {n: p.grad is not None for n, p in sch.mod.named_parameters()}
     assert not gradients["submod_0.0.a.weight"]
     assert gradients["submod_0.0.c.weight"]
-
-
-class Writes(TwoLayers):
-    """Writes to a tensor of an earlier stage."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        kept = self.a(x)
-        y = self.b(kept)
-        kept.add_(1.0)
-        return y * kept
 
 
 class Scales(TwoLayers):
@@ -476,17 +395,13 @@ class Scales(TwoLayers):
 
 
 def test_writing_to_what_an_earlier_stage_computed() -> None:
+    """Of no other use there."""
     model = Scales()
     x = torch.randn(2, 4)
     expected = Scales.forward(model, x)
     sch = cut(model, "", "a", tracer="huggingface", example_inputs=(x,))
     hidden = sch.mod.stages[0](x)[0].detach().requires_grad_()
     assert torch.equal(sch.mod.stages[1](hidden), expected)
-    sch = slapo.create_schedule(Writes())
-    sch.trace_until("", tracer="huggingface", example_inputs=(x,))
-    sch["a"].cut_pipeline_stage()
-    with pytest.raises(slapo.SlapoError, match="writes to 'a', which an earlier stage computes"):
-        partition(sch)
 
 
 class Pair(nn.Module):
@@ -516,76 +431,21 @@ def test_tuples_are_taken_apart_where_they_arise() -> None:
     assert torch.equal(sch.mod(torch.ones(2, 4)), torch.full((2, 4), 3.0))
 
 
-def test_a_failed_partition_changes_nothing() -> None:
-    sch = slapo.create_schedule(Model())
-    sch.trace_until("encoder")
-    sch["encoder.layer.0"].cut_pipeline_stage()
-    before, text = sch.mod, str(sch)
-    sch["encoder"].mod.register_forward_hook(lambda *_: None)
-    with pytest.raises(slapo.SlapoError):
-        partition(sch)
-    assert sch.mod is before
-    assert str(sch) == text
-
-
 class Views(TwoLayers):
-    """Writes through a view, after the cut; `late` makes the view in the stage of the write."""
-
-    def __init__(self, late: bool) -> None:
-        super().__init__()
-        self.late = late
+    """Writes through a view that it makes after the cut."""
 
     def forward(self, x: Tensor) -> Tensor:
         base = x * 2
-        column = base[:, :1]
         y = self.a(x)
-        if self.late:
-            column = base[:, :1]
-        column.add_(1.0)
+        base[:, :1].add_(1.0)
         return self.b(y) + base
 
 
-def test_writing_through_a_view_across_a_cut() -> None:
-    x = torch.randn(3, 4)
-    arguments: dict[str, Any] = {"tracer": "huggingface", "example_inputs": (x,)}
-    sch = slapo.create_schedule(Views(late=False))
-    sch.trace_until("", **arguments)
-    sch["a"].cut_pipeline_stage()
-    with pytest.raises(slapo.SlapoError, match=r"writes to 'getitem'.*under this or another name"):
-        partition(sch)
-    model = Views(late=True)
+def test_writing_through_a_view_of_the_same_stage() -> None:
+    model, x = Views(), torch.randn(3, 4)
     expected = Views.forward(model, x)
-    sch = cut(model, "", "a", **arguments)
+    sch = cut(model, "", "a", tracer="huggingface", example_inputs=(x,))
     assert torch.equal(sch.mod(x), expected)
-
-
-class Counts(TwoLayers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count.add_(1.0)
-        return self.b(self.a(x)) / self.count
-
-
-class KeepsStatistics(Counts):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.batch_norm(x, self.mean, self.count, training=True)
-        return self.b(self.a(y)) / self.count
-
-
-@pytest.mark.parametrize("model", [Counts(), KeepsStatistics()])
-def test_a_buffer_that_one_stage_writes_and_another_reads(model: nn.Module) -> None:
-    sch = slapo.create_schedule(model)
-    sch.trace_until("")
-    sch["a"].cut_pipeline_stage()
-    with pytest.raises(slapo.SlapoError, match=r"writes to 'count', but stages \[0, 1\] each use"):
-        partition(sch)
 
 
 def test_a_module_that_writes_to_what_it_receives() -> None:
@@ -606,15 +466,6 @@ def test_a_replacement_that_writes_to_what_it_receives() -> None:
     received = torch.randn(2, 4, requires_grad=True)
     sch.mod.stages[1](received).sum().backward()
     assert received.grad is not None
-
-
-def test_two_cuts_at_one_place() -> None:
-    sch = slapo.create_schedule(nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)))
-    sch.trace_until("0")
-    sch["0.0"].cut_pipeline_stage()
-    sch["0"].cut_pipeline_stage()
-    with pytest.raises(slapo.SlapoError, match="nothing runs"):
-        partition(sch)
 
 
 class Drops(nn.Module):
