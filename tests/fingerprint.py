@@ -42,6 +42,7 @@ def fingerprint(sch: Schedule) -> dict[str, Any]:
     state["ties"] = (shared.ties.as_dict(), top.metadata.tie_weights, sorted(shared.followed))
     state["nodes"] = {k: [n.path for n in nodes] for k, nodes in shared.nodes_of.items() if nodes}
     state["depth"] = shared.depth
+    state["loader"] = id(shared.loader)
     return state
 
 

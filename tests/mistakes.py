@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 import slapo
 from slapo import Schedule, ScheduleRecord
 from slapo.pipeline import generate_pipeline_partition
+from slapo.weights.provenance import Source
 from tests.primitives import models
 from tests.primitives.models import Stack
 
@@ -30,6 +31,7 @@ OTHERS: dict[str, Any] = {
     "F": F,
     "FakeStore": FakeStore,
     "ScheduleRecord": ScheduleRecord,
+    "Source": Source,
     "dist": dist,
     "init_device_mesh": init_device_mesh,
     "nn": nn,
@@ -60,16 +62,19 @@ def gpt2(heads: int = 3) -> nn.Module:
     return transformers.GPT2LMHeadModel(config).eval()
 
 
-def llama(heads: int = 4, kv_heads: int = 1) -> nn.Module:
+def llama(
+    heads: int = 4, kv_heads: int = 1, layers: int = 1, intermediate: int = 32, tied: bool = False
+) -> nn.Module:
     config = transformers.LlamaConfig(
         hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         vocab_size=32,
         bos_token_id=0,
         eos_token_id=0,
+        tie_word_embeddings=tied,
     )
     return transformers.LlamaForCausalLM(config).eval()
 
@@ -95,6 +100,13 @@ def saved(schedule: Callable[[Schedule], Any], edit: Callable[[Any], Any] = lamb
     edit(data)
     path.write_text(json.dumps(data))
     return path
+
+
+def weights() -> Path:
+    """A folder with a Llama in several files."""
+    folder = Path(tempfile.mkdtemp()) / "llama"
+    llama().save_pretrained(folder, max_shard_size="4KB")
+    return folder
 
 
 class Hooks:

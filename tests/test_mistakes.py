@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +98,7 @@ def stable(text: str) -> str:
     text = re.sub(r"0x[0-9a-f]{6,}", "0x...", text)
     text = re.sub(r"\S*/(\w+\.(?:py|txt)):\d+", r"\1", text)
     text = re.sub(r"\S*/(\w+\.json)", r"\1", text)
+    text = re.sub(rf"{tempfile.gettempdir()}/\w+/", "", text)
     return re.sub(r"by \S+ where \S+ is allowed", "by ... where ... is allowed", text)
 
 
@@ -162,8 +164,9 @@ def test_what_users_of_two_ranks_are_told(
 #: Says what to do, or what there is to choose from.
 REMEDY = re.compile(
     r"(?:[;:,.?] |- )(?:(?:and|or) )?"
-    r"(?:add|apply|bind|build|call|choose|create|cut|decompose|derive|fix|fuse|keep|launch|leave|look"
-    r"|make|move|name|number|pad|pass|pick|replace|replay|return|set|shard|take|trace|use|write)\b"
+    r"(?:add|apply|bind|build|call|choose|copy|create|cut|declare|decompose|derive|fix|fuse|keep|launch"
+    r"|leave|look|make|move|name|number|pad|pass|pick|replace|replay|return|set|shard|take|trace|use"
+    r"|write)\b"
     r"|did you mean"
     r"|\b(?:known|nearest paths|there|classes|parameters|primitives) are |it has \['|\btakes [([]"
     r"|children are items|the module's attribute is|\.trace\(flatten=True\)|\.decompose\(\)"
