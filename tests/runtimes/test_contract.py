@@ -90,11 +90,11 @@ MISTAKES: dict[str, tuple[Callable[[Any, int], Any], str, str]] = {
     "no pair": (one({"ids": IDS}), *["pass the pair (inputs, targets)"] * 2),
     "no iterator": (
         lambda engine, rank: engine.train_batch([(IDS, TARGETS)]),
-        *["is a list, not an iterator"] * 2,
+        *["data_iter is a list, not an iterator over batches; pass iter(data_loader)"] * 2,
     ),
     "ended": (
         lambda engine, rank: engine.train_batch(iter([])),
-        *["data_iter has no more batches"] * 2,
+        *["data_iter has no more batches; pass a fresh iter(data_loader)"] * 2,
     ),
     "ended on one": (
         lambda engine, rank: engine.train_batch(iter([(IDS, TARGETS)] if rank else [])),

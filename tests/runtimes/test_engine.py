@@ -58,6 +58,7 @@ OF_TORCH = [
     # HSDP: replicas of parameters that neighbors shard, in a pipeline too.
     ("torch", (1, 4, 1), {"data_parallel": "fsdp", "shard_size": 2, "micro_batches": 2}),
     ("torch", (2, 2, 1), {"data_parallel": "fsdp", "shard_size": 1, "micro_batches": 2}),
+    ("torch", (2, 2, 1), {"data_parallel": "fsdp", "micro_batches": 2}),
     # That it is dynamo's graphs that run is seen; which compiler works on them is the user's.
     ("torch", (1, 2, 1), {"compile": {"backend": "aot_eager"}}),
     ("torch", (2, 1, 1), {"compile": {"backend": "aot_eager"}}),

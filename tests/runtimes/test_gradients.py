@@ -1,8 +1,10 @@
-"""Gradients of 3-D runs against those of one process, in float64: equal up to summation order."""
+"""Gradients that ranks lack, hold twice or hold in half precision: sums of them, and norms.
+
+Those of whole runs are compared with one process in test_engine.py and test_layouts.py.
+"""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -19,70 +21,10 @@ from slapo.framework_dialect.gradients import (
     scale_gradients,
     sum_copies,
 )
-from slapo.mesh import group_among, init_mesh, new_group
+from slapo.mesh import init_mesh, new_group
 from tests.runtimes import contract
 from tests.runtimes.alone import Alone
 from tests.runtimes.ranks import on_ranks
-
-NAMES = ("split0", "whole0", "split1", "whole1", "tied")
-SHAPES = {"split0": (6, 5), "whole0": (7,), "split1": (4, 3, 2), "whole1": (3, 3), "tied": (5, 2)}
-
-
-def summand(name: str, place: str) -> Tensor:
-    """A gradient that depends on nothing but its arguments."""
-    generator = torch.Generator().manual_seed(sum(map(ord, name + place)))
-    return torch.randn(SHAPES[name], generator=generator, dtype=torch.float64)
-
-
-def expected(dp: int, max_norm: float) -> tuple[dict[str, Tensor], float]:
-    """Gradients of the whole model after clipping, and their norm before."""
-    params = [Parameter(torch.zeros(SHAPES[name], dtype=torch.float64)) for name in NAMES]
-    for name, param in zip(NAMES, params, strict=True):
-        places = ["first", "last"] if name == "tied" else ["only"]
-        param.grad = sum(summand(name, p + str(d)) for p in places for d in range(dp)) / dp
-    norm = nn.utils.clip_grad_norm_(params, max_norm)
-    return {n: p.grad for n, p in zip(NAMES, params, strict=True) if p.grad is not None}, float(
-        norm
-    )
-
-
-def slice_of(name: str, tensor: Tensor, tp: int, size: int) -> Tensor:
-    return tensor.chunk(size, 0)[tp].clone() if name.startswith("split") else tensor.clone()
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [(2, 1, 2), (2, 2, 1), pytest.param((2, 2, 2), marks=pytest.mark.slow)],
-    ids=lambda layout: "x".join(map(str, layout)),
-)
-@pytest.mark.parametrize("max_norm", [0.1, 1e6])
-@on_ranks()
-def test_gradients_are_those_of_one_process(layout: Any, max_norm: float) -> None:
-    """Two stages; each has the tied parameter."""
-    mesh = init_mesh(*layout)
-    pp, dp, tp = (mesh.get_local_rank(dim) for dim in ("pp", "dp", "tp"))
-    params: dict[str, Parameter] = {}
-    for name in (f"split{pp}", f"whole{pp}", "tied"):
-        place = ("first", "last")[pp] if name == "tied" else "only"
-        mine = slice_of(name, summand(name, f"{place}{dp}"), tp, layout[2])
-        params[name] = Parameter(torch.zeros_like(mine))
-        params[name].grad = mine
-        if name.startswith("split"):
-            params[name].orig_shape = SHAPES[name]  # type: ignore[attr-defined]
-    sum_copies([params["tied"]], group_among(mesh.mesh.flatten(1).t().tolist()))
-    reduce_gradients(params.values(), mesh.get_group("dp"), bucket_bytes=80)
-    norm = global_norm(
-        params.values(),
-        tp_group=mesh.get_group("tp"),
-        pp_group=mesh.get_group("pp"),
-        counted=lambda param: pp == 0 or param is not params["tied"],
-    )
-    scale_gradients(params.values(), clip_factor(norm, max_norm))
-    grads, wanted = expected(layout[1], max_norm)
-    assert abs(float(norm) - wanted) < 1e-12 * wanted
-    for name, param in params.items():
-        whole = slice_of(name, grads[name], tp, layout[2])
-        torch.testing.assert_close(param.grad, whole, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -143,43 +85,6 @@ def test_copies_on_one_rank_keep_gradients_of_their_own() -> None:
     assert first.grad is not second.grad
     scale_gradients([first, second], clip_factor(torch.tensor(5.0), 1.0))
     torch.testing.assert_close(first.grad, torch.tensor([0.6, 0.8]))
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_sharded_data_parallel_gradients() -> None:
-    """Two stages, each sharded over two ranks, with a tied weight of uneven shards."""
-    from torch.distributed.fsdp import fully_shard
-
-    stages = []
-    for number in range(2):
-        torch.manual_seed(number)
-        stages.append(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5, bias=False)).double())
-        nn.init.constant_(stages[number][1].weight, 0.25)
-    data = [torch.arange(6.0, dtype=torch.float64).view(2, 3) + number for number in range(2)]
-    alone = copy.deepcopy(stages)
-    alone[1][1].weight = alone[0][1].weight
-    torch.stack([stage(x).square().mean() / 2 for x in data for stage in alone]).sum().backward()
-    expected = nn.utils.clip_grad_norm_(nn.ModuleList(alone).parameters(), 0.5)
-
-    mesh = init_mesh(pp=2, dp=2)
-    pp, dp = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
-    stage = stages[pp]
-    fully_shard(stage, mesh=mesh["dp"])
-    tied = stage[1].weight
-    group = group_among(mesh.mesh.flatten(1).t().tolist())
-    stage(data[dp]).square().mean().backward()
-    sum_copies([tied], group)
-    norm = global_norm(
-        stage.parameters(),
-        pp_group=mesh.get_group("pp"),
-        shard_group=mesh.get_group("dp"),
-        counted=lambda param: pp == 0 or param is not tied,
-    )
-    scale_gradients(stage.parameters(), clip_factor(norm, 0.5))
-    assert abs(float(norm) - float(expected)) < 1e-12 * float(expected)
-    for param, wanted in zip(stage.parameters(), alone[pp].parameters(), strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_norm_without_gradients_and_of_mixed_types() -> None:

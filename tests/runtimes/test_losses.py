@@ -15,17 +15,6 @@ from tests.runtimes.ranks import on_ranks
 CPU = torch.device("cpu")
 
 
-def test_means_weigh_the_same_unless_they_are_told_what() -> None:
-    tally = LossAccumulator(4)
-    for value in (1.0, 2.0, 3.0, 6.0):
-        assert float(tally.add(torch.tensor([value]))) == value / 4
-    assert (float(tally.total), tally.count, tally.returns_counts) == (3.0, 1.0, False)
-    tally = LossAccumulator()
-    tally.add(torch.tensor(2.0), weight=3)
-    tally.add(torch.tensor(6.0), weight=1)
-    assert (float(tally.total), tally.count) == (12.0, 4.0)
-
-
 @pytest.mark.parametrize("count", [3, 3.0, torch.tensor(3), torch.tensor([3.0])])
 def test_sums_bring_their_counts(count: Any) -> None:
     tally = LossAccumulator(2)

@@ -264,6 +264,8 @@ def test_a_dtype_of_the_schedule(folders: Path) -> None:
     assert model.lm_head.weight.dtype == torch.bfloat16
     whole = contents(folders / "llama")["lm_head.weight"]
     assert torch.equal(model.lm_head.weight, whole.bfloat16())
+    with pytest.raises(ValueError, match="is only for a schedule before build"):
+        slapo.load_pretrained(model, folders / "llama", dtype=torch.float32)
 
 
 def test_a_new_head_is_initialized(folders: Path) -> None:
