@@ -14,13 +14,7 @@ from torch import Tensor, nn
 import slapo
 from slapo.framework_dialect import Lowering, Runtime, get_dialect_cls, register_framework_dialect
 from slapo.framework_dialect.registry import _DIALECTS
-from tests.distributed import run_distributed
-from tests.primitives.models import Stack, Tied
-
-
-def test_without_a_target_the_module_comes_back() -> None:
-    model = Stack(1)
-    assert slapo.build(slapo.create_schedule(model)) == (model, None)
+from tests.primitives.models import Stack
 
 
 def test_runtimes_are_plug_ins() -> None:
@@ -57,34 +51,6 @@ def test_runtimes_are_plug_ins() -> None:
         }
     finally:
         _DIALECTS.pop(("runtime", "recorder"), None)
-
-
-def test_a_broken_tie_is_refused() -> None:
-    model = Tied()
-    sch = slapo.create_schedule(model)
-    model.head.weight = nn.Parameter(torch.ones(8, 4))
-    with pytest.raises(slapo.SlapoError, match=r"emb.weight, head.weight were one parameter"):
-        slapo.build(sch)
-
-
-def _different(rank: int, world_size: int) -> str:
-    sch = slapo.create_schedule(Stack(2, size=6))
-    sch["layers.0.fc1"].shard("weight", 0).shard("bias", 0)
-    if rank != 1:
-        sch["layers.0"].checkpoint()
-    sch["layers.1"].checkpoint()
-    with pytest.raises(slapo.SlapoError) as info:
-        slapo.build(sch)
-    return str(info.value)
-
-
-def test_ranks_that_disagree_are_told_the_first_difference() -> None:
-    for message in run_distributed(_different, 3, timeout=60):
-        assert "step 2" in message
-        assert 'sch["layers.0"].checkpoint()' in message
-        assert 'sch["layers.1"].checkpoint()' in message
-        assert "on rank 1" in message
-        assert "test_build.py" in message
 
 
 def test_the_help_of_build_tells_the_options_of_every_target() -> None:

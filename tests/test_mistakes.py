@@ -165,7 +165,7 @@ def test_what_users_of_two_ranks_are_told(
 REMEDY = re.compile(
     r"(?:[;:,.?] |- )(?:(?:and|or) )?"
     r"(?:add|apply|bind|build|call|choose|copy|create|cut|declare|decompose|derive|fix|fuse|keep|launch"
-    r"|leave|look|make|move|name|number|pad|pass|pick|replace|replay|return|set|shard|take|trace|use"
+    r"|leave|look|make|move|name|number|pad|pass|pick|replace|replay|return|schedule|set|shard|take|trace|use"
     r"|write)\b"
     r"|did you mean"
     r"|\b(?:known|nearest paths|there|classes|parameters|primitives) are |it has \['|\btakes [([]"

@@ -96,14 +96,23 @@ def build(model: nn.Module, target: str = "torch", layout: Any = (1, 1, 1), **op
 
 
 def scheduled(
-    model: nn.Module, group: Any, stages: int = 1, cuts: Sequence[int] | None = None
+    model: nn.Module,
+    group: Any,
+    stages: int = 1,
+    cuts: Sequence[int] | None = None,
+    forgets: Sequence[str] = (),
 ) -> slapo.Schedule:
-    """Blocks over a group, in stages of as many blocks each, or cut behind those of `cuts`."""
+    """Blocks over a group, in stages of as many blocks each, or cut behind those of `cuts`.
+
+    The layers that it `forgets` have no collective.
+    """
     sch = slapo.create_schedule(model, group=group)
-    if sch.world_size > 1:
-        for block in sch.select("h.*"):
-            block["up"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
-            block["down"].shard("weight", 1).sync("fwd_post", "all_reduce")
+    for block in sch.select("h.*") if sch.world_size > 1 else ():
+        block["up"].shard("weight", 0).shard("bias", 0)
+        block["down"].shard("weight", 1)
+        for name, mode in (("up", "bwd_post"), ("down", "fwd_post")):
+            if block[name].path not in forgets:
+                block[name].sync(mode, "all_reduce")
     if cuts is None:
         cuts = [stage * 4 // stages - 1 for stage in range(1, stages)]
     if cuts:
@@ -119,12 +128,13 @@ def make(
     stages: int | None = None,
     model: nn.Module | None = None,
     cuts: Sequence[int] | None = None,
+    forgets: Sequence[str] = (),
     **options: Any,
 ) -> Any:
     """The engine of a model in a layout, with as many stages as pipeline ranks."""
     mesh = slapo.init_mesh(*layout, device="cpu")
     stages = layout[0] if stages is None else stages
-    sch = scheduled(model or seeded(), mesh["tp"], stages, cuts)
+    sch = scheduled(model or seeded(), mesh["tp"], stages, cuts, forgets)
     base = {"loss_fn": loss_fn, "optimizer": sgd, "micro_batches": MICRO_BATCHES}
     return slapo.build(sch, target=target, mesh=mesh, **{**base, **options})[0]
 

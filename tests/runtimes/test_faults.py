@@ -286,43 +286,27 @@ def start(folder: Path, fault: str, launcher: bool) -> list[subprocess.Popen[str
     ]
 
 
-@pytest.mark.parametrize(
-    ("fault", "text"),
-    [
-        ("raises", "rank 1 (pp 0, dp 1, tp 0) failed with KeyError: 'no such key'"),
-        ("killed", "no response from rank 1 (pp 0, dp 1, tp 0)"),
-        ("hangs", "no response from rank 1 (pp 0, dp 1, tp 0)"),
-    ],
-)
-def test_ordinary_processes(tmp_path: Path, fault: str, text: str) -> None:
-    first, second = start(tmp_path, fault, launcher=False)
-    if fault != "hangs":
-        second.communicate(timeout=60)  # as a launcher does: a process is gone once that has waited
-    said = first.communicate(timeout=60)[1]
-    second.kill()
-    second.communicate()
-    assert first.returncode == 1
-    assert text in said
+NAMED = r"rank 1 \(pp 0, dp 1, tp 0\)"
+BY_TORCHRUN = r"rank\s*: 1 \(local_rank: 1\)"
 
 
 @pytest.mark.parametrize(
-    ("fault", "text"),
+    ("launcher", "fault", "text"),
     [
-        ("raises", r"rank\s*: 1 \(local_rank: 1\)"),
-        ("killed", r"rank\s*: 1 \(local_rank: 1\)"),
+        (False, "raises", rf"{NAMED} failed with KeyError: 'no such key'"),
+        (True, "raises", BY_TORCHRUN),
+        (True, "killed", BY_TORCHRUN),
         # It ends the others as soon as one has timed out.
-        pytest.param(
-            "hangs",
-            r"no response from rank 1 \(pp 0, dp 1, tp 0\)",
-            marks=pytest.mark.wide,
-        ),
+        pytest.param(True, "hangs", rf"no response from {NAMED}", marks=pytest.mark.wide),
     ],
 )
-def test_torchrun_ends_the_job_and_names_the_rank(tmp_path: Path, fault: str, text: str) -> None:
+def test_ordinary_processes(tmp_path: Path, launcher: bool, fault: str, text: str) -> None:
     begin = time.monotonic()
-    (job,) = start(tmp_path, fault, launcher=True)
-    said = job.communicate(timeout=90)[1]
-    assert job.returncode == 1
+    first, *others = start(tmp_path, fault, launcher)
+    for other in others:
+        other.communicate(timeout=60)  # as a launcher does: a process is gone once that has waited
+    said = first.communicate(timeout=90)[1]
+    assert first.returncode == 1
     assert re.search(text, said), said
     # With two interpreters that import torch, of which one would sleep for a minute.
     assert time.monotonic() - begin < 45

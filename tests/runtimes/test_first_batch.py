@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import slapo
 from tests.runtimes import contract
-from tests.runtimes.contract import copied, data, is_unchanged, loss_fn, seeded
+from tests.runtimes.contract import copied, data, is_unchanged, loss_fn, make, scheduled, seeded
 from tests.runtimes.ranks import on_ranks, on_ranks_by_rows
 
 TARGETS = [
@@ -26,33 +26,11 @@ TARGETS = [
 ]
 
 
-def schedule(mesh: Any, model: nn.Module, stages: int = 1, forgets: bool = True) -> slapo.Schedule:
-    """Of four blocks; the third forgets to sum the gradients of its input."""
-    sch = slapo.create_schedule(model, group=mesh["tp"])
-    for index in range(4):
-        block = sch[f"h.{index}"]
-        block["up"].shard("weight", 0).shard("bias", 0)
-        if not (forgets and index == 2):
-            block["up"].sync("bwd_post", "all_reduce")
-        block["down"].shard("weight", 1).sync("fwd_post", "all_reduce")
-    if stages > 1:
-        sch.trace_until("")
-        sch["h.1"].cut_pipeline_stage()
-    return sch
+FORGOTTEN = ["h.2.up"]
 
 
 def is_refused(target: str, layout: Any, given: dict[str, Any], check: Any, text: str) -> None:
-    mesh = slapo.init_mesh(*layout, device="cpu")
-    engine, _ = slapo.build(
-        schedule(mesh, seeded(), layout[0]),
-        target=target,
-        mesh=mesh,
-        loss_fn=loss_fn,
-        optimizer=contract.sgd,
-        micro_batches=2,
-        check=check,
-        **given,
-    )
+    engine = make(target, layout, forgets=FORGOTTEN, micro_batches=2, check=check, **given)
     before = copied(engine)
     with pytest.raises(slapo.PlacementError) as told:
         engine.train_batch(data())
@@ -81,8 +59,8 @@ def test_gradients_of_whole_parameters_are_compared(
 def test_without_a_target_the_first_gradients_are_compared() -> None:
     mesh = slapo.init_mesh(tp=2, device="cpu")
     x, y = next(data())
-    for forgets in (False, True):
-        model, _ = slapo.build(schedule(mesh, seeded(), forgets=forgets))
+    for forgets in ([], FORGOTTEN):
+        model, _ = slapo.build(scheduled(seeded(), mesh["tp"], forgets=forgets))
         with torch.no_grad():
             model(x)
         loss = loss_fn(model(x), y)
@@ -92,17 +70,11 @@ def test_without_a_target_the_first_gradients_are_compared() -> None:
             continue
         with pytest.raises(slapo.PlacementError, match=r"'h\.1\.down\.bias'"):
             loss.backward()
-    model, _ = slapo.build(schedule(mesh, seeded(), forgets=False))
+    model, _ = slapo.build(scheduled(seeded(), mesh["tp"]))
     with pytest.raises(slapo.PlacementError, match="different batches"):
         loss_fn(model((x + dist.get_rank()) % contract.VOCABULARY), y).backward()
-    model, _ = slapo.build(schedule(mesh, seeded()), check=False)
+    model, _ = slapo.build(scheduled(seeded(), mesh["tp"], forgets=FORGOTTEN), check=False)
     loss_fn(model(x), y).backward()
-
-
-def test_another_word_is_refused() -> None:
-    sch = slapo.create_schedule(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="check is 'first_batch'; pass 'first batch', example"):
-        slapo.build(sch, check="first_batch")
 
 
 class Unknown(nn.Module):

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 pytest.importorskip("transformers")
 
@@ -21,7 +21,7 @@ from examples.parallel_models import FAMILIES, schedule
 from slapo.pipeline import generate_pipeline_partition
 from tests.runtimes import layouts
 from tests.runtimes.alone import Alone, compare, compare_by_hand, of_this_rank
-from tests.runtimes.contract import WithUnused, build, copied, is_unchanged
+from tests.runtimes.contract import WithUnused, build, data, loss_fn, make, seeded
 from tests.runtimes.layouts import MICRO_BATCHES, TOLERANCE, batches, model_of
 from tests.runtimes.megatron_cases import adam, megatron_adam, megatron_sgd
 from tests.runtimes.ranks import error_of, on_ranks, stand_in_for_cuda
@@ -59,9 +59,6 @@ def train(
     assert clip == inf or min(reference.norms) > clip, "each step is clipped"
 
 
-clipped = partial(train, clip_grad_norm=0.1, alone={"clip": 0.1})
-clipped_t5 = partial(clipped, family="t5")
-scheduled = partial(train, lr_scheduler=halving, alone={"lr_scheduler": halving})
 configured = partial(
     train,
     make_optimizer=partial(megatron_sgd, clip_grad=0.1),
@@ -144,61 +141,30 @@ def scaled(layout: Layout) -> None:
     assert 1.0 < engine.optimizer.get_loss_scale().item() < 2.0**18
 
 
-# --- evaluation, forms of batches ----------------------------------------------------------------
-def evaluate(layout: Layout) -> None:
-    """Loss in eval mode, of batches of two forms; nothing changes by it."""
-    engine = start("bert", layout=layout, model=model_of("bert", dropout=0.5))
-    reference, before = layouts.alone("bert"), copied(engine)
-    for length in (8, 5, 8):
-        inputs, targets = batches(FAMILIES["bert"])[0]
-        batch = {key: t[:, :length] for key, t in inputs.items()}, targets[:, :length]
-        loss = engine.eval_batch(iter([of_this_rank(engine.mesh, batch)])).item()
-        assert abs(loss - reference.evaluate(batch)[0]) < TOLERANCE
-    assert all(module.training for module in engine.module.modules())
-    assert is_unchanged(engine, before)
-    assert len(engine._boundaries._known) == 2
-
-
+# --- the rest ------------------------------------------------------------------------------------
 def repeats(layout: Layout) -> None:
     layouts.check_repeats("llama", "megatron", layout)
 
 
-# --- stages with nothing to train ----------------------------------------------------------------
-class Row(nn.Module):
-    """Two stages, of which one has all that is trained; no gradient crosses if that is the last."""
-
-    def __init__(self, last: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(3, 3).requires_grad_(not last), nn.Tanh()
-        self.c = nn.Linear(3, 3) if last else nn.Tanh()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(self.b(self.a(x)))
-
-
-def square(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
 def idle_stages(layout: Layout) -> None:
-    """Like one process, for all kinds of optimizers."""
-    mesh = slapo.init_mesh(*layout, device="cpu")
+    """One of two stages has nothing to train, for all kinds of optimizers.
+
+    No gradient crosses if it is the first.
+    """
     kinds = [
         (layouts.sgd, layouts.sgd),
         (megatron_sgd(clip_grad=0.0), layouts.sgd),
         (megatron_adam(clip_grad=0.0, use_distributed_optimizer=True), adam),
     ]
-    x, y = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)), torch.ones(4, 3)
-    for (kind, reference), last in itertools.product(kinds, (False, True)):
-        alone = Alone(Row(last), square, reference)
-        sch = slapo.create_schedule(Row(last), group=mesh["tp"])
-        sch.trace_until([""])
-        sch["b"].cut_pipeline_stage()
-        given = {"loss_fn": square, "optimizer": kind, "lr_scheduler": halving, "micro_batches": 2}
-        engine, _ = slapo.build(sch, target="megatron", mesh=mesh, **given)
-        # The scheduler changes nothing before the third.
-        check(compare(engine, alone, [(x, y)] * 2))
+    for (kind, reference), is_first in itertools.product(kinds, (True, False)):
+        model = seeded()
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+        for part in (model.emb, *model.h[:2]) if is_first else (*model.h[2:], model.head):
+            part.requires_grad_(False)
+        alone = Alone(model, loss_fn, reference)
+        # The scheduler changes nothing before the third step.
+        engine = make("megatron", layout, model=model, optimizer=kind, lr_scheduler=halving)
+        check(compare(engine, alone, data(2)))
 
 
 def no_gradient(layout: Layout) -> None:
@@ -219,11 +185,11 @@ def no_gradient(layout: Layout) -> None:
 # What each layout runs besides the four families. In one test: processes take seconds to import
 # what they need.
 TASKS: dict[Layout, list[Callable[[Layout], None]]] = {
-    (2, 1, 1): [clipped_t5, half, scaled, evaluate, repeats, idle_stages],
+    (2, 1, 1): [half, scaled, repeats, idle_stages],
     (1, 2, 1): [by_hand, configured, overlapped, distributed, no_gradient],
-    (1, 1, 2): [by_hand, clipped, scheduled],
+    (1, 1, 2): [by_hand],
     (2, 2, 1): [distributed, distributed_overlapped, mixed],
-    (2, 1, 2): [clipped, evaluate],
+    (2, 1, 2): [],
 }
 
 
@@ -236,7 +202,7 @@ TASKS: dict[Layout, list[Callable[[Layout], None]]] = {
 def test_training_equals_one_process(layout: Layout) -> None:
     stand_in_for_cuda()
     names = FAMILIES if layout.count(1) == 2 else ("gpt2", "t5")
-    layouts.check_families(names, "megatron", layout)
+    layouts.check_families(names, "megatron", layout, clip_grad_norm=0.1)
     for task in TASKS[layout]:
         task(layout)
 
@@ -310,8 +276,8 @@ def test_refusals() -> None:
     assert 'pip install "slapo[megatron]"' in found
 
     stand_in_for_cuda()
-    for make, text in REFUSED:
-        assert text in attempt(**make()), text
+    for options, text in REFUSED:
+        assert text in attempt(**options()), text
     batch = batches(FAMILIES["gpt2"])[0]
     engine = start("gpt2", layout=layout, optimizer=None)
     text = error_of(lambda: engine.train_batch(iter([batch])))

@@ -51,34 +51,25 @@ def test_a_forward_between_backward_and_step_changes_nothing(options: dict[str, 
     assert losses[0] == losses[1]
 
 
-def check_uses_what_is_loaded(engine: Any) -> None:
-    """A loss is what it was once the values are, after a step and evaluations."""
+@pytest.mark.slow
+@on_ranks_by_rows(
+    [
+        *(("torch", layout, given) for layout in ((1, 1, 1), (2, 1, 1)) for given in SHARDED),
+        ("deepspeed", (2, 1, 1), {}),
+        ("megatron", (2, 1, 1), {}),
+    ]
+)
+def test_values_that_are_loaded_are_those_of_the_next_forward(
+    target: str, layout: Any, options: dict[str, Any]
+) -> None:
+    """With stages, FSDP2 holds what is around its layers in a module outside of the model."""
+    engine, batch = make(target, layout, **options), next(data())
     start = copied(engine)
-    batch = next(data())
     first = engine.eval_batch(iter([batch])).item()
     engine.train_batch(data())
     assert engine.eval_batch(iter([batch])).item() != first
     engine.load_state_dict(start)
     assert engine.eval_batch(iter([batch])).item() == first
-
-
-@pytest.mark.parametrize("options", SHARDED, ids=str)
-def test_values_that_are_loaded_are_those_of_the_next_forward(options: dict[str, Any]) -> None:
-    check_uses_what_is_loaded(make("torch", (1, 1, 1), **options))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("target", "options"),
-    [*(("torch", options) for options in SHARDED), ("deepspeed", {}), ("megatron", {})],
-    ids=str,
-)
-@on_ranks(2)
-def test_values_that_are_loaded_in_stages_are_those_of_the_next_forward(
-    target: str, options: dict[str, Any]
-) -> None:
-    """With stages, FSDP2 holds what is around its layers in a module outside of the model."""
-    check_uses_what_is_loaded(make(target, (2, 1, 1), **options))
 
 
 def test_gradients_of_parameters_that_are_not_stepped_do_not_add_up() -> None:

@@ -174,12 +174,15 @@ def test_probes_say_why_a_stage_fails() -> None:
 
 # --- on several processes ------------------------------------------------------------------------
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize(
+    ("target", "name"), [*(("torch", name) for name in sorted(SCHEDULES)), ("megatron", "1f1b")]
+)
 @on_ranks(2)
-def test_lengths_may_change_from_batch_to_batch(name: str) -> None:
+def test_lengths_may_change_from_batch_to_batch(target: str, name: str) -> None:
     """Batches of several lengths, with evaluations in between."""
     stages = 2 if SCHEDULES[name].stages_per_rank == 1 else 4
-    engine = make("torch", (2, 1, 1), stages=stages, pipeline_schedule=name)
+    options = {"pipeline_schedule": name} if target == "torch" else {}
+    engine = make(target, (2, 1, 1), stages=stages, **options)
     reference = Alone(seeded(), loss_fn, sgd)
     for length in (5, 3, 5):
         tokens = torch.arange(8 * length).view(8, length) % VOCABULARY

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 pytest.importorskip("transformers")
 
@@ -16,11 +16,7 @@ import slapo
 from tests.model_schedule.models import MODELS
 from tests.runtimes.ranks import on_ranks
 from tests.saving.jobs import different
-from tests.weights.test_pretrained import Own, rebuilt
-
-
-def loss_of(output: Any, _: Any) -> Tensor:
-    return output.loss if hasattr(output, "loss") else output.square().mean()
+from tests.weights.test_pretrained import Own, loss_of, rebuilt
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:

@@ -18,8 +18,8 @@ pytest.importorskip("transformers")
 import slapo
 from slapo.model_schedule import apply_schedule
 from slapo.sharding.slice_tensor import SliceTensor
-from tests.distributed import run_distributed
 from tests.model_schedule.models import MODELS
+from tests.runtimes.ranks import on_ranks
 
 
 def engine_of(key: str, dp: int, tp: int, seed: int, **options: Any) -> Any:
@@ -40,9 +40,14 @@ def local(value: Any) -> Any:
     return value.to_local() if hasattr(value, "device_mesh") else value
 
 
-def there_and_back(rank: int, world: int, key: str, where: str) -> None:
-    options: dict[str, Any] = {"data_parallel": "fsdp"} if world == 4 else {}
-    engine = engine_of(key, world // 2, 2, seed=0, **options)
+@pytest.mark.parametrize(
+    ("layout", "key"), [((1, 1, 2), "gpt2"), ((1, 1, 2), "llama"), ((1, 2, 2), "gpt2")]
+)
+@on_ranks()
+def test_a_checkpoint_holds_whole_tensors(tmp_path: Path, layout: Any, key: str) -> None:
+    where, replicas = str(tmp_path), layout[1]
+    options: dict[str, Any] = {"data_parallel": "fsdp"} if replicas > 1 else {}
+    engine = engine_of(key, replicas, 2, seed=0, **options)
     before = {name: local(t).clone() for name, t in engine.state_dict().items()}
     dcp.async_save({"model": engine.state_dict()}, checkpoint_id=f"{where}/late").result()
     dcp.save({"model": engine.state_dict()}, checkpoint_id=where)
@@ -70,7 +75,7 @@ def there_and_back(rank: int, world: int, key: str, where: str) -> None:
         for name, tensor in whole_of(key, seed=0).state_dict().items():
             torch.testing.assert_close(plain.state_dict()[name], tensor, rtol=0, atol=0)
     # In another layout.
-    if world == 4:
+    if replicas > 1:
         other = engine_of(key, 1, 4, seed=1)
         dcp.load({"model": other.state_dict()}, checkpoint_id=where)
         expected = engine_of(key, 1, 4, seed=0).state_dict()
@@ -78,12 +83,8 @@ def there_and_back(rank: int, world: int, key: str, where: str) -> None:
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("world", "key"), [(2, "gpt2"), (2, "llama"), (4, "gpt2")])
-def test_a_checkpoint_holds_whole_tensors(tmp_path: Path, world: int, key: str) -> None:
-    run_distributed(there_and_back, world, key, str(tmp_path))
-
-
-def in_other_ways(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_state_dicts_are_as_before_in_all_else() -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)))
     sch["0"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
     sch["1"].shard("weight", 1).sync("fwd_post", "all_reduce")
@@ -110,7 +111,3 @@ def in_other_ways(rank: int, world: int) -> None:
     model(x).sum().backward()
     assert state["0.weight"].shape == state["0.weight"].size() == (3, 4)
     dist.barrier()
-
-
-def test_state_dicts_are_as_before_in_all_else() -> None:
-    run_distributed(in_other_ways, 2)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import slapo
+from slapo.agreement import gathered
 from slapo.sharding.shards import shards_of
-from tests.distributed import run_distributed
 from tests.graph import zoo
 from tests.primitives.models import Stack, Tied
+from tests.runtimes.ranks import on_ranks
 
 
 def numbered(module: nn.Module, path: str) -> None:
@@ -159,19 +161,6 @@ def test_calls_before_the_build_are_refused_and_leave_nothing_behind() -> None:
     assert model(x).shape == x.shape
 
 
-def test_a_build_that_cannot_initialize_all_initializes_nothing() -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(3))
-
-    with slapo.init_empty_weights():
-        model = nn.Sequential(nn.Linear(3, 3), Own())
-    with pytest.raises(slapo.SlapoError, match=r"'1' \(Own\) cannot initialize \['scale'\]"):
-        slapo.build(slapo.create_schedule(model))
-    assert all(p.is_meta for p in model.parameters())
-
-
 class Scaled(nn.Module):
     """Its initialization reaches into a child, as GPT-2's does for residual projections."""
 
@@ -228,7 +217,9 @@ def test_hugging_face_initialization(family: str, buffers: bool) -> None:
 
 
 # --- several processes ---------------------------------------------------------------------------
-def _sharded(rank: int, world_size: int) -> dict[str, Tensor]:
+@pytest.mark.parametrize("layout", [(1, 1, 2), (1, 1, 4)], ids=["two", "four"])
+@on_ranks()
+def test_ranks_hold_slices_of_one_initialization(layout: Any) -> None:
     with slapo.init_empty_weights():
         model = nn.Sequential(Stack(1, size=8), Scaled(), nn.Embedding(8, 4, padding_idx=5))
     sch = slapo.create_schedule(model)
@@ -236,7 +227,7 @@ def _sharded(rank: int, world_size: int) -> dict[str, Tensor]:
     sch["0.layers.0.fc2"].shard("weight", 1)
     sch["1.proj"].shard("weight", 0).shard("bias", 0)
     sch["2"].shard("weight", 0).sync("fwd_post", "all_reduce")
-    torch.manual_seed(rank)  # ranks must agree in spite of it
+    torch.manual_seed(sch.rank)  # ranks must agree in spite of it
     slapo.build(sch)
     assert model[0].layers[0].fc1.weight.orig_shape == (16, 8)
     full = {}
@@ -244,26 +235,22 @@ def _sharded(rank: int, world_size: int) -> dict[str, Tensor]:
         for name, param in module.named_parameters(recurse=False):
             spec = shards_of(module).get(name)
             full[f"{path}.{name}"] = spec.gather(param.detach(), sch.group) if spec else param
-    return {name: tensor.detach().clone() for name, tensor in full.items()}
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_hold_slices_of_one_initialization(world_size: int) -> None:
-    first, *others = run_distributed(_sharded, world_size)
+    first, *others = gathered({n: t.detach().clone() for n, t in full.items()}, None)
     for other in others:
         assert all(torch.equal(first[name], other[name]) for name in first)
-    assert torch.equal(first["1.proj.weight"], torch.full((4, 4), 3.0))
-    assert torch.equal(first["2.weight"][5], torch.zeros(4))  # the padding row, wherever it lies
-    assert (first["2.weight"].abs().sum(1) > 0).sum() == 7
+    assert torch.equal(full["1.proj.weight"], torch.full((4, 4), 3.0))
+    assert torch.equal(full["2.weight"][5], torch.zeros(4))  # the padding row, wherever it lies
+    assert (full["2.weight"].abs().sum(1) > 0).sum() == 7
+    rows = full["0.layers.0.fc1.weight"]
     bound = 1 / 8**0.5  # fan-in of the whole layer, not of a slice
-    assert bound * 0.9 < first["0.layers.0.fc1.weight"].abs().max() <= bound
-    rows = first["0.layers.0.fc1.weight"]
+    assert bound * 0.9 < rows.abs().max() <= bound
     assert not torch.equal(rows[:4], rows[4:8])  # slices of one tensor, not one slice twice
     bound = 1 / 16**0.5
-    assert bound * 0.9 < first["0.layers.0.fc2.weight"].abs().max() <= bound
+    assert bound * 0.9 < full["0.layers.0.fc2.weight"].abs().max() <= bound
 
 
-def _numbered(rank: int, world_size: int) -> bool:
+@on_ranks(2)
+def test_packed_blocks_are_sliced_one_by_one() -> None:
     with slapo.init_empty_weights():
         model = nn.Sequential(nn.Linear(4, 12))
     sch = slapo.create_schedule(model)
@@ -273,14 +260,9 @@ def _numbered(rank: int, world_size: int) -> bool:
     full = nn.Linear(4, 12)
     with torch.no_grad():
         numbered(full, "0")
-    rows = [block * 4 + rank * 2 + k for block in range(3) for k in range(2)]
-    return torch.equal(model[0].weight, full.weight[rows]) and torch.equal(
-        model[0].bias, full.bias[rows]
-    )
-
-
-def test_packed_blocks_are_sliced_one_by_one() -> None:
-    assert run_distributed(_numbered, 2) == [True, True]
+    rows = [block * 4 + sch.rank * 2 + k for block in range(3) for k in range(2)]
+    assert torch.equal(model[0].weight, full.weight[rows])
+    assert torch.equal(model[0].bias, full.bias[rows])
 
 
 def test_a_mask_that_nothing_writes_is_an_error() -> None:
@@ -332,16 +314,14 @@ class InitializesBelow(nn.Module):
             nn.init.constant_(part.weight, float(number))
 
 
-def _in_one_order(rank: int, world_size: int) -> list[float]:
+@on_ranks(2)
+def test_ranks_exchange_values_in_one_order() -> None:
     # The addresses of modules differ between ranks, as do orders that depend on them.
+    rank = torch.distributed.get_rank()
     kept = [nn.Linear(rank + 1, 1) for _ in range(7 * rank)]
     with slapo.init_empty_weights():
         model = InitializesBelow()
     slapo.build(slapo.create_schedule(model))
     del kept
-    return [part.weight.detach().unique().item() for part in model.parts]
-
-
-def test_ranks_exchange_values_in_one_order() -> None:
-    for found in run_distributed(_in_one_order, 2):
-        assert found == [float(number) for number in range(12)]
+    for number, part in enumerate(model.parts):
+        assert part.weight.detach().unique().item() == number
