@@ -236,17 +236,7 @@ def run_script(
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="slapo-script-") as scratch:
         out, err = Path(scratch, "out"), Path(scratch, "err")
-        environments = [
-            {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(processes),
-                "LOCAL_WORLD_SIZE": str(processes),
-                "MASTER_PORT": str(port),
-                "MASTER_ADDR": "127.0.0.1",
-            }
-            for rank in range(processes)
-        ]
+        environments = [launched(rank, processes, port) for rank in range(processes)]
         try:
             for environment in environments or [{}]:
                 given = (
@@ -308,6 +298,18 @@ def _be_script(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def launched(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What a launcher sets in the environment of a process."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_PORT": str(port),
+        "MASTER_ADDR": "127.0.0.1",
+    }
 
 
 def free_port() -> int:

@@ -23,7 +23,8 @@ from slapo.mesh import (
     init_mesh,
     new_group,
 )
-from tests.distributed import free_port, run_distributed
+from tests.distributed import free_port, launched, run_distributed
+from tests.runtimes.ranks import error_of, on_ranks
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -52,17 +53,13 @@ def test_a_single_process_is_a_world_of_one() -> None:
     assert current_device(mesh) == device_of_world() == torch.device("cpu")
 
 
-def timeouts(rank: int, world_size: int) -> list[float]:
-    """Of the world, of the mesh's groups, and of one that is made later."""
-    mesh = init_mesh(pp=2, dp=1, tp=1, device="cpu", timeout=45)
-    later = new_group([0, 1])
-    groups = [dist.group.WORLD, *(mesh.get_group(dim) for dim in ("pp", "dp", "tp")), later]
-    return [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]
-
-
-@pytest.mark.distributed
+@on_ranks(2)
 def test_all_groups_have_the_timeout() -> None:
-    assert run_distributed(timeouts, 2) == [[45.0] * 5] * 2
+    """The world, the groups of the mesh, and one that is made later."""
+    mesh = init_mesh(pp=2, dp=1, tp=1, device="cpu", timeout=45)
+    groups = [dist.group.WORLD, *(mesh.get_group(dim) for dim in ("pp", "dp", "tp"))]
+    for group in (*groups, new_group([0, 1])):
+        assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 45
 
 
 def test_the_process_group_is_used_again() -> None:
@@ -174,60 +171,40 @@ def test_under_the_fake_process_group() -> None:
     assert grid_of(mesh) is mesh
 
 
-def grid(rank: int, world_size: int) -> dict[str, Any]:
-    mesh = init_mesh(pp=2, dp=2, tp=2)
-    return {
-        "place": [mesh.get_local_rank(dim) for dim in ("pp", "dp", "tp")],
-        "tp": dist.get_process_group_ranks(mesh.get_group("tp")),
-        "pp": dist.get_process_group_ranks(mesh.get_group("pp")),
-        "name": describe_rank(mesh.mesh, rank),
-        "extent": mesh["dp"].size(),
-    }
-
-
-@pytest.mark.distributed
 @pytest.mark.slow
+@on_ranks(8)
 def test_neighbors_are_tensor_parallel() -> None:
-    results = run_distributed(grid, 8)
-    assert [r["place"] for r in results] == [
-        [pp, dp, tp] for pp in (0, 1) for dp in (0, 1) for tp in (0, 1)
-    ]
-    assert results[5]["tp"] == [4, 5]
-    assert results[5]["pp"] == [1, 5]
-    assert results[5]["name"] == "rank 5 (pp 1, dp 0, tp 1)"
-    assert results[5]["extent"] == 2
+    mesh, rank = init_mesh(pp=2, dp=2, tp=2), dist.get_rank()
+    place = [mesh.get_local_rank(dim) for dim in ("pp", "dp", "tp")]
+    assert place == [rank // 4, rank // 2 % 2, rank % 2]
+    assert dist.get_process_group_ranks(mesh.get_group("tp")) == [rank - place[2], rank | 1]
+    assert dist.get_process_group_ranks(mesh.get_group("pp")) == [rank % 4, rank % 4 + 4]
+    assert describe_rank(mesh.mesh, 5) == "rank 5 (pp 1, dp 0, tp 1)"
+    assert mesh["dp"].size() == 2
 
 
-def complaint(rank: int, world_size: int, arguments: list[dict[str, Any]]) -> str:
-    try:
-        init_mesh(**arguments[rank])
-    except (ValueError, SlapoError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-@pytest.mark.distributed
+@on_ranks(2)
 def test_errors_come_on_every_rank() -> None:
-    wrong: list[Any] = run_distributed(complaint, 2, [{"pp": 4}] * 2)
-    assert wrong[0] == wrong[1]
-    assert wrong[0].startswith("ValueError: init_mesh: pp=4, dp=1, tp=1 needs 4 processes")
-    assert "pass pp=2 and keep the rest, or launch 4" in wrong[0]
-    mixed = run_distributed(complaint, 2, [{"pp": 2}, {"pp": 0}])
-    assert mixed[1].startswith("ValueError: init_mesh: pp is 0")
-    assert mixed[0].startswith("SlapoError: init_mesh failed on rank 1 with ValueError")
-    other = run_distributed(complaint, 2, [{"pp": 2}, {"tp": 2}])
-    assert other[0] == other[1]
-    assert "(2, 1, 1, 'cpu', None) on rank 0, (1, 1, 2, 'cpu', None) on rank 1" in other[0]
+    """``tests/golden/mistakes/init_mesh_on_two_ranks.txt`` has other sizes on each rank."""
+    rank = dist.get_rank()
+    text = "ValueError: init_mesh: pp=4, dp=1, tp=1 needs 4 processes, but the job has 2; "
+    wrong = error_of(lambda: init_mesh(pp=4))
+    assert wrong.startswith(f"{text}pass pp=2 and keep the rest, or launch 4")
+    mixed = error_of(lambda: init_mesh(pp=2 * (1 - rank)))
+    failed = "SlapoError: init_mesh failed on rank 1 with ValueError"
+    assert mixed.startswith("ValueError: init_mesh: pp is 0" if rank else failed)
 
 
-def from_environment(rank: int, world_size: int, port: int) -> Any:
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@on_ranks(2)
+def test_the_environment_of_a_launcher(port: int) -> None:
+    rank = dist.get_rank()
     dist.destroy_process_group()
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
-    os.environ.update(MASTER_PORT=str(port), LOCAL_RANK=str(rank))
+    os.environ.update(launched(rank, 2, port))
     mesh = init_mesh(tp=2, device="cpu")
-    return mesh.get_local_rank("tp"), isinstance(mesh, DeviceMesh)
-
-
-@pytest.mark.distributed
-def test_the_environment_of_a_launcher() -> None:
-    assert run_distributed(from_environment, 2, free_port()) == [(0, True), (1, True)]
+    assert isinstance(mesh, DeviceMesh)
+    assert mesh.get_local_rank("tp") == rank

@@ -67,22 +67,6 @@ def test_a_plain_import_binds_the_modules() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_there_is_one_tracker() -> None:
-    from slapo import random
-
-    assert random._CUDA_RNG_STATE_TRACKER is slapo.get_rng_tracker()
-    assert isinstance(slapo.get_rng_tracker(), random.CudaRNGStatesTracker)
-    random.model_parallel_cuda_manual_seed(7, tp_rank=0)
-    drawn = []
-    for rank in (0, 1):
-        random.model_parallel_cuda_manual_seed(7, tp_rank=rank)
-        with slapo.get_rng_tracker().fork():
-            inside = torch.rand(1).item()
-        drawn.append((inside, torch.rand(1).item()))
-    assert drawn[0][0] != drawn[1][0]
-    assert drawn[0][1] == drawn[1][1]
-
-
 class Shows(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import slapo
 from slapo.pattern import call_module
-from slapo.sharding.whole_steps import slices_of
-from tests.distributed import run_distributed
 from tests.primitives.models import Computes, OneLayer
+from tests.runtimes.ranks import on_ranks
+from tests.sharding.parallel_models import Case
+from tests.sharding.test_tensor_parallel import check_case
 
 TRACERS = ["pytorch", "huggingface", "dynamo"]
 
@@ -224,12 +224,15 @@ def test_a_tag_is_listed_at_the_root() -> None:
 
 def test_the_tracker_of_random_states() -> None:
     from slapo.random import (
+        _CUDA_RNG_STATE_TRACKER,
         CudaRNGStatesTracker,
         get_cuda_rng_tracker,
         model_parallel_cuda_manual_seed,
         tracker_kept,
     )
 
+    assert _CUDA_RNG_STATE_TRACKER is slapo.get_rng_tracker()
+    assert isinstance(slapo.get_rng_tracker(), CudaRNGStatesTracker)
     tracker = CudaRNGStatesTracker()
     tracker.set_states({"s": 123})
     assert tracker.get_states() == {"s": 123}
@@ -249,14 +252,9 @@ def test_ties_of_a_topology_are_bound_on_first_use() -> None:
         _ = slapo.framework_dialect.nope
 
 
-class Tokens(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.fc1, self.fc2 = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
+def tokens() -> nn.Module:
+    layers = {"fc1": nn.Linear(8, 16), "act": nn.GELU(), "fc2": nn.Linear(16, 8)}
+    return nn.Sequential(OrderedDict(layers))
 
 
 def by_a_function(sch: slapo.Schedule) -> None:
@@ -269,14 +267,8 @@ def by_a_function(sch: slapo.Schedule) -> None:
     sch.sync("fwd_post", "all_gather", axis=1, tensor_parallel_output_grad=False)
 
 
-class Fused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.mlp = slapo.op.FusedMLP(8, 16, "relu", 0.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(x)
+def fused() -> nn.Module:
+    return nn.Sequential(OrderedDict(mlp=slapo.op.FusedMLP(8, 16, "relu", 0.0)))
 
 
 def by_columns_and_rows(sch: slapo.Schedule) -> None:
@@ -285,25 +277,7 @@ def by_columns_and_rows(sch: slapo.Schedule) -> None:
     sch["mlp.fc_out"].shard("weight", 1).sync("fwd_post", "all_reduce")
 
 
-def train_as_one(rank: int, world_size: int) -> None:
-    for make, schedule in ((Tokens, by_a_function), (Fused, by_columns_and_rows)):
-        whole, model = make(), make()
-        sch = slapo.create_schedule(model, group=torch.distributed.group.WORLD)
-        schedule(sch)
-        slapo.build(sch)
-        x = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(1))
-        mine, wanted = x.clone().requires_grad_(), x.clone().requires_grad_()
-        torch.testing.assert_close(model(mine), whole(wanted))
-        model(mine).square().sum().backward()
-        whole(wanted).square().sum().backward()
-        torch.testing.assert_close(mine.grad, wanted.grad)
-        specs = slices_of(model)
-        for one, other in zip(model.parameters(), whole.parameters(), strict=True):
-            spec = specs.get(id(one))
-            part = other.grad if spec is None else spec.slice(other.grad)
-            torch.testing.assert_close(one.grad, part, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.distributed
+@on_ranks(2)
 def test_sequence_parallel_by_a_function_and_a_fused_mlp() -> None:
-    run_distributed(train_as_one, 2)
+    for make, schedule in ((tokens, by_a_function), (fused, by_columns_and_rows)):
+        check_case(Case(make, schedule, lambda: torch.randn(3, 6, 8)))

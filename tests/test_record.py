@@ -376,25 +376,6 @@ class FusedThree(nn.Module):
         return F.linear(x, self.weight, self.bias).chunk(3, -1)
 
 
-def test_a_schedule_with_everything(tmp_path: Path) -> None:
-    def schedule(sch: Schedule) -> None:
-        sch["layers.1.fc1"].decompose()
-        sch.trace(flatten=True)
-        for match in sch.find(gelu)[:1]:
-            sch.replace(nn.GELU("tanh"), match, name="Approximate")
-        sch.fuse(sch.find(bias_gelu), name="BiasGelu")
-        sch.checkpoint(sch.find(last_residual))
-        sch["head"].checkpoint()
-        sch["layers.1.drop"].cut_pipeline_stage()
-
-    again = check_round_trip(stack, schedule, tmp_path / "record.json")
-    assert again["layers.1.drop"].metadata.primitives["cut_pipeline_stage"] == {"enabled": True}
-
-
-def last_residual(x: Any, y: Any) -> Any:
-    return slapo.call_module(r"layers\.2\.drop", x) + y
-
-
 @pytest.mark.usefixtures("registered")
 def test_a_primitive_of_the_users(tmp_path: Path) -> None:
     def schedule(sch: Schedule) -> None:

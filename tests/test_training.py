@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import slapo
+from slapo.agreement import gathered
 from tests.distributed import run_distributed
+from tests.runtimes.ranks import on_ranks
 
 STEPS = 6
 
@@ -130,18 +132,13 @@ def test_the_same_call_goes_on(data: Any, tmp_path: Path) -> None:
     assert slapo.fit(engine(), data(), steps=STEPS, save=run) == []
 
 
-def on_two(rank: int, world_size: int, run: str) -> list[float]:
-    wanted = plain(2)
+@on_ranks(2)
+def test_over_two_ranks(tmp_path: Path) -> None:
+    wanted, run = plain(2), tmp_path / "run"
     first = slapo.fit(engine(2), batches(), steps=2, save=run)
     second = slapo.fit(engine(2), batches(), steps=STEPS, save=run)
     assert losses([*first, *second]) == wanted
-    return wanted
-
-
-@pytest.mark.distributed
-def test_over_two_ranks(tmp_path: Path) -> None:
-    first, second = run_distributed(on_two, 2, str(tmp_path / "run"))
-    assert first == second
+    assert gathered(wanted, None) == [wanted] * 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.distributed import context, free_port
+from tests.distributed import context, free_port, launched
 
 WORLD = 3
 
@@ -26,23 +26,13 @@ class Outcome:
     seconds: list[float]
 
 
-def environment(rank: int, port: int, world: int = WORLD) -> dict[str, str]:
-    """What a launcher sets."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-
-
 def _life(rank: int, port: int, folder: str, job: Callable[[int], None]) -> None:
     """One rank: an ordinary process whose standard error goes to a file."""
     # Left open: what ends the process is written after this function.
     sys.stderr = Path(folder, f"stderr{rank}").open("w", buffering=1)  # noqa: SIM115
     os.dup2(sys.stderr.fileno(), 2)
     torch.set_num_threads(1)
-    os.environ.update(environment(rank, port))
+    os.environ.update(launched(rank, WORLD, port))
     job(rank)
 
 

@@ -56,15 +56,10 @@ def test_keyword_arguments_and_nested_targets() -> None:
     assert parts[1].targets["w"] == 2.0
 
 
-def test_one_micro_batch_is_the_batch() -> None:
-    inputs = {"x": rows(3), "broadcast": rows(1)}
-    (part,) = split_batch((inputs, None), 1)
-    assert part.kwargs["x"] is inputs["x"]
-
-
 def test_not_divisible() -> None:
     assert [part.samples() for part in split_batch((rows(5), None), 3)] == [2, 2, 1]
     assert split_batch((rows(5), None), 3)[2].args[0].tolist() == [[8, 9]]
+    assert Batch.of((rows(0), None), "cpu").most_parts(2) == 1
 
 
 @pytest.mark.parametrize(
@@ -106,19 +101,6 @@ def test_tensors_move_to_the_device() -> None:
     assert moved.targets[0].is_meta
     assert moved.targets[1] == "text"
     assert Batch.of((inputs, targets), "cpu").targets[0] is targets[0]
-
-
-@pytest.mark.parametrize(
-    ("samples", "micro_batches", "expected"),
-    [(6, 3, [2, 2, 2]), (7, 3, [3, 2, 2]), (2, 4, [1, 1]), (5, 1, [5]), (0, 2, [0])],
-)
-def test_any_number_of_samples_can_be_evaluated(
-    samples: int, micro_batches: int, expected: list[int]
-) -> None:
-    batch = Batch.of((rows(samples), torch.arange(samples)), "cpu")
-    found = batch.cut(batch.most_parts(micro_batches))
-    assert [part.args[0].shape[0] for part in found] == expected
-    assert torch.equal(torch.cat([part.targets for part in found]), torch.arange(samples))
 
 
 def test_arguments_are_cast_and_targets_are_not() -> None:

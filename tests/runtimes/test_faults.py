@@ -24,9 +24,9 @@ import slapo
 from slapo.errors import SlapoError
 from slapo.framework_dialect.failures import naming_failures
 from slapo.mesh import init_mesh
-from tests.distributed import free_port
+from tests.distributed import free_port, launched
 from tests.runtimes.contract import copied, data, is_unchanged, loss_fn, make
-from tests.runtimes.jobs import WORLD, Outcome, environment, run_job
+from tests.runtimes.jobs import WORLD, Outcome, run_job
 from tests.runtimes.ranks import on_ranks, on_ranks_by_rows, stand_in_for_cuda
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -279,7 +279,7 @@ def start(folder: Path, fault: str, launcher: bool) -> list[subprocess.Popen[str
     return [
         subprocess.Popen(  # type: ignore[call-overload]
             [sys.executable, str(script)],
-            env={**os.environ, **environment(rank, port, world=2)},
+            env={**os.environ, **launched(rank, 2, port)},
             **settings,
         )
         for rank in range(2)

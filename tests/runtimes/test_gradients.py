@@ -22,6 +22,7 @@ from slapo.framework_dialect.gradients import (
     sum_copies,
 )
 from slapo.mesh import init_mesh, new_group
+from slapo.sharding import reduce_forward_output
 from tests.runtimes import contract
 from tests.runtimes.alone import Alone
 from tests.runtimes.ranks import on_ranks
@@ -96,20 +97,6 @@ def test_norm_without_gradients_and_of_mixed_types() -> None:
     assert float(global_norm([*params, params[0]])) == pytest.approx(5.0, abs=1e-6)
 
 
-class SumOverRanks(torch.autograd.Function):
-    """A sum of parts, each of which has the gradient of the whole."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor) -> Tensor:
-        whole = part.clone()
-        dist.all_reduce(whole)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
-
-
 class OwnSlice(nn.Module):
     """A layer that its author has sharded by hand: each rank holds some of the rows."""
 
@@ -119,7 +106,7 @@ class OwnSlice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         part = torch.nn.functional.linear(x, self.weight).square().sum()
-        whole = SumOverRanks.apply(part) if self.sums else part
+        whole = reduce_forward_output(part) if self.sums else part
         return whole + self.bias.square().sum()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -103,31 +104,6 @@ def _stages(model: nn.Module, path: str) -> Any:
     return slapo.pipeline.generate_pipeline_partition(sch).mod.stages
 
 
-def test_probes_leave_no_trace() -> None:
-    first, _ = _stages(Norm(), "drop")
-    before = {n: t.clone() for n, t in first.state_dict().items()}
-    state = torch.get_rng_state()
-    received = describe_tensors(("x",), (torch.ones(3, 4),))
-    sent = ShapeProbe(first, torch.device("cpu")).run(received)
-    assert sent == (TensorMeta("drop", (3, 4), torch.float32, True),)
-    assert sent[0].nbytes == 48
-    assert torch.equal(state, torch.get_rng_state())
-    for name, value in first.state_dict().items():
-        assert type(value) is Tensor
-        assert torch.equal(value, before[name]), name
-
-
-def test_probes_of_stages_that_look_at_values() -> None:
-    first, _ = _stages(nn.Sequential(Picks(), nn.BatchNorm1d(4), nn.Linear(4, 4)), "1")
-    state = torch.get_rng_state()
-    before = {n: t.clone() for n, t in first.state_dict().items()}
-    received = describe_tensors(("input",), (torch.ones(3, 4),))
-    [sent] = ShapeProbe(first, torch.device("cpu")).run(received)
-    assert (sent.shape, sent.requires_grad) == ((3, 4), True)
-    assert torch.equal(state, torch.get_rng_state())
-    assert all(torch.equal(t, before[n]) for n, t in first.state_dict().items())
-
-
 LIBRARY = torch.library.Library("slapo_test", "DEF")
 LIBRARY.define("on_numbers(Tensor x) -> Tensor")
 
@@ -148,21 +124,38 @@ class Numbers(nn.Module):
         return out
 
 
-def test_probes_are_silent_about_what_numbers_can_do() -> None:
-    """torch would log a traceback in red."""
-    first, _ = _stages(nn.Sequential(Numbers(), nn.Linear(4, 4)), "0")
+PROBED = {
+    "norm and dropout": (Norm, "drop"),
+    "values": (lambda: nn.Sequential(Picks(), nn.BatchNorm1d(4), nn.Linear(4, 4)), "1"),
+    "not without numbers": (lambda: nn.Sequential(Numbers(), nn.Linear(4, 4)), "0"),
+}
+
+
+@pytest.mark.parametrize("kind", PROBED)
+def test_probes_leave_no_trace(kind: str) -> None:
+    """Nor does torch log a traceback in red."""
+    make, path = PROBED[kind]
+    first, _ = _stages(make(), path)
+    before = {n: t.clone() for n, t in first.state_dict().items()}
+    state = torch.get_rng_state()
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     theirs = logging.getLogger("torch._subclasses.fake_tensor")
     theirs.addHandler(handler)
     try:
-        received = describe_tensors(("input",), (torch.ones(3, 4),))
+        received = describe_tensors(first.received, (torch.ones(3, 4),))
         [sent] = ShapeProbe(first, torch.device("cpu")).run(received)
     finally:
         theirs.removeHandler(handler)
-    assert sent.shape == (3, 4)
+    needs_gradient = kind != "not without numbers"
+    assert replace(sent, name="") == TensorMeta("", (3, 4), torch.float32, needs_gradient)
+    assert sent.nbytes == 48
     assert logged == []
+    assert torch.equal(state, torch.get_rng_state())
+    for name, value in first.state_dict().items():
+        assert type(value) is Tensor
+        assert torch.equal(value, before[name]), name
 
 
 def test_probes_say_why_a_stage_fails() -> None:

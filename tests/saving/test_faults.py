@@ -90,28 +90,6 @@ def save_until_killed(run: str, wait: bool, after: float | int, victim: int, ran
     raise AssertionError("no rank was killed")
 
 
-def kill(tmp_path: Path, wait: bool, times: int) -> None:
-    run, chance = tmp_path / "run", random.Random(int(wait))
-    for number in range(times):
-        before = [step.name for step in slapo.checkpoints(run)]
-        victim, after = chance.randrange(WORLD), chance.uniform(0.0, 0.2)
-        given = after if number % 2 else int(after * 200)
-        outcome = run_job(tmp_path, partial(save_until_killed, str(run), wait, given, victim))
-        assert outcome.codes[victim] == -signal.SIGKILL
-        others = set(range(WORLD)) - {victim}
-        for rank in others:
-            assert outcome.codes[rank] == 1, outcome.texts[rank]
-            assert outcome.seconds[rank] - outcome.seconds[victim] < SOON
-        # One that comes late may find that the first rank has ended, too.
-        assert any(f"rank {victim}" in outcome.texts[rank] for rank in others), outcome.texts
-        listed = slapo.checkpoints(run)
-        assert len(listed) > len(before), "the first of this job is complete"
-        for path in listed[len(before) :]:
-            step = Step(path)
-            assert all(step.checked(rank) for rank in range(step.world))
-            step.close()
-
-
 def export_until_killed(where: str, after: int, victim: int, rank: int) -> None:
     engine = engine_of(width=128)
     if rank == victim:
@@ -120,20 +98,23 @@ def export_until_killed(where: str, after: int, victim: int, rank: int) -> None:
         slapo.save_pretrained(engine, f"{where}/{after}_{victim}_{number}", max_shard_size="70KB")
 
 
-def kill_exports(tmp_path: Path, times: int) -> None:
-    chance, where = random.Random(0), tmp_path / "out"
-    for _ in range(times):
-        victim, after = chance.randrange(WORLD), chance.randrange(60)
-        outcome = run_job(tmp_path, partial(export_until_killed, str(where), after, victim))
-        assert outcome.codes[victim] == -signal.SIGKILL
-        for rank in set(range(WORLD)) - {victim}:
-            assert outcome.codes[rank] == 1, outcome.texts[rank]
-            assert outcome.seconds[rank] - outcome.seconds[victim] < SOON
-        complete = [path for path in where.iterdir() if path.suffix != ".tmp"]
-        for path in complete:
-            with Folder(path) as folder:
-                assert len(folder.leaves()) == 8
-            shutil.rmtree(path)
+def run_until_killed(folder: Path, job: Callable[[int], None], victim: int) -> list[str]:
+    """Run a job in which one rank is killed; what the others say when they end."""
+    outcome = run_job(folder, job)
+    assert outcome.codes[victim] == -signal.SIGKILL
+    others = [rank for rank in range(WORLD) if rank != victim]
+    for rank in others:
+        assert outcome.codes[rank] == 1, outcome.texts[rank]
+        assert outcome.seconds[rank] - outcome.seconds[victim] < SOON
+    return [outcome.texts[rank] for rank in others]
+
+
+def check_steps(paths: list[Path]) -> None:
+    """All checksums match."""
+    for path in paths:
+        step = Step(path)
+        assert all(step.checked(rank) for rank in range(step.world))
+        step.close()
 
 
 def few_or_many(few: int) -> list[Any]:
@@ -147,7 +128,14 @@ def few_or_many(few: int) -> list[Any]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("times", few_or_many(2))
 def test_a_killed_rank_leaves_whole_folders(tmp_path: Path, times: int) -> None:
-    kill_exports(tmp_path, times)
+    chance, where = random.Random(0), tmp_path / "out"
+    for _ in range(times):
+        victim, after = chance.randrange(WORLD), chance.randrange(60)
+        run_until_killed(tmp_path, partial(export_until_killed, str(where), after, victim), victim)
+        for path in (path for path in where.iterdir() if path.suffix != ".tmp"):
+            with Folder(path) as folder:
+                assert len(folder.leaves()) == 8
+            shutil.rmtree(path)
 
 
 @pytest.mark.distributed
@@ -156,7 +144,18 @@ def test_a_killed_rank_leaves_whole_folders(tmp_path: Path, times: int) -> None:
 def test_a_killed_rank_leaves_the_last_complete_step(
     tmp_path: Path, wait: bool, times: int
 ) -> None:
-    kill(tmp_path, wait, times)
+    run, chance = tmp_path / "run", random.Random(int(wait))
+    for number in range(times):
+        before = slapo.checkpoints(run)
+        victim, after = chance.randrange(WORLD), chance.uniform(0.0, 0.2)
+        given = after if number % 2 else int(after * 200)
+        job = partial(save_until_killed, str(run), wait, given, victim)
+        texts = run_until_killed(tmp_path, job, victim)
+        # One that comes late may find that the first rank has ended, too.
+        assert any(f"rank {victim}" in text for text in texts), texts
+        listed = slapo.checkpoints(run)
+        assert len(listed) > len(before), "the first of this job is complete"
+        check_steps(listed[len(before) :])
 
 
 def save_until_terminated(run: str, is_handled: bool, rank: int) -> None:
@@ -183,10 +182,7 @@ def test_a_job_that_is_terminated(tmp_path: Path, is_handled: bool) -> None:
     assert max(outcome.seconds) < 60
     listed = slapo.checkpoints(run)
     assert len(listed) == 2 if is_handled else listed
-    for path in listed:
-        step = Step(path)
-        assert all(step.checked(rank) for rank in range(step.world))
-        step.close()
+    check_steps(listed)
 
 
 # --- disks and folders ---------------------------------------------------------------------------
