@@ -58,6 +58,7 @@ def test_keyword_arguments_and_nested_targets() -> None:
 
 def test_not_divisible() -> None:
     assert [part.samples() for part in split_batch((rows(5), None), 3)] == [2, 2, 1]
+    assert Batch.of(((rows(5), rows(1)), torch.arange(5)), "cpu").size() == 5
     assert split_batch((rows(5), None), 3)[2].args[0].tolist() == [[8, 9]]
     assert Batch.of((rows(0), None), "cpu").most_parts(2) == 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from dataclasses import replace
 from typing import Any
@@ -302,27 +301,6 @@ def test_stages_made_on_meta_differ() -> None:
     assert len(weights) == 4
     for number, weight in enumerate(weights):
         assert not any(torch.equal(weight, other) for other in weights[:number])
-
-
-def test_dropout_is_on_again_after_an_evaluation() -> None:
-    class Drops(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.dropout(self.fc(x), 0.5, self.training)
-
-    mesh = slapo.init_mesh(device="cpu")
-    sch = slapo.create_schedule(nn.Sequential(Drops()).train(), group=mesh["tp"])
-    sch["0"].checkpoint()
-    optimizer = functools.partial(torch.optim.SGD, lr=0.0)
-    engine, _ = slapo.build(sch, target="torch", mesh=mesh, loss_fn=F.mse_loss, optimizer=optimizer)
-    batches = iter([(torch.ones(64, 2), torch.zeros(64, 2))] * 9)
-    evaluated = engine.eval_batch(batches).item()
-    losses = [engine.train_batch(batches).item() for _ in range(3)]
-    assert engine.eval_batch(batches).item() == evaluated
-    assert len({evaluated, *losses}) == 4
 
 
 @on_ranks(2)
