@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import slapo
 from slapo.framework_dialect.pytorch.data_parallel import fsdp_units
+from tests.primitives.models import Stack, TwoLayers
 from tests.runtimes.alone import Alone, compare, largest_difference, of_this_rank, whole
 from tests.runtimes.contract import (
     BATCH,
@@ -231,34 +232,22 @@ def test_backward_and_step_belong_together(target: str) -> None:
 
 
 # --- target "torch" ------------------------------------------------------------------------------
+class Named(nn.Module):
+    """Blocks by name, as vision models have them, and layers of one class beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.block1, self.block2 = TwoLayers(), TwoLayers()
+
+
 def test_the_units_that_fsdp_gathers() -> None:
-    def block() -> nn.Module:
-        return nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    class Named(nn.Module):
-        """Blocks by name, as vision models have them, and layers of one class beside them."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
-            self.block1, self.block2 = Inner(), Inner()
-
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(block() for _ in range(2))
-
     named = Named()
     assert list(fsdp_units(named)) == [named.block1, named.block2]
     # Two stacks of one class: their layers, and not they, are gathered.
     stacks = nn.Module()
     stacks.encoder, stacks.decoder = Stack(), Stack()
     assert list(fsdp_units(stacks)) == [*stacks.encoder.layers, *stacks.decoder.layers]
-    by_key = nn.ModuleDict({"a": block(), "b": block()})
+    by_key = nn.ModuleDict({"a": TwoLayers(), "b": TwoLayers()})
     assert list(fsdp_units(nn.ModuleList([by_key]))) == [by_key]
     assert list(fsdp_units(by_key)) == list(by_key.values())

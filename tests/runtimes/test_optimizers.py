@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -275,17 +276,12 @@ def test_a_trial_leaves_no_trace() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-class Holder:
+class Hidden(torch.optim.Optimizer):
     """Has an optimizer in an unusual attribute."""
 
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-
-
-class Hidden(torch.optim.Optimizer):
     def __init__(self, params: list[nn.Parameter]) -> None:
         super().__init__(params, {})
-        self.holder = Holder(torch.optim.SGD(params, lr=1.0))
+        self.holder = SimpleNamespace(inner=torch.optim.SGD(params, lr=1.0))
 
     def step(self) -> None:  # type: ignore[override]
         self.holder.inner.step()

@@ -389,13 +389,15 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 # --- what is wrong -------------------------------------------------------------------------------
-def rewrite(step: Path, change: Callable[[Any], Any]) -> None:
-    given = json.loads((step / MANIFEST).read_text())
-    change(given)
-    (step / MANIFEST).write_text(json.dumps(given))
+def rewrite(path: Path, change: Callable[[Any], Any]) -> None:
+    """Change what a file of JSON holds."""
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
 
 
 def flip(path: Path, at: int) -> None:
+    """Flip a bit of a byte."""
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
@@ -409,14 +411,17 @@ SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a file that is cut off": (lambda s: os.truncate(s / file_of(0), 5000), "truncated"),
     "a newer format": (
-        lambda s: rewrite(s, lambda m: m.update(format=2, versions={"slapo": "9.0"})),
+        lambda s: rewrite(s / MANIFEST, lambda m: m.update(format=2, versions={"slapo": "9.0"})),
         "format 2, but this slapo reads format 1; install the one that wrote it: 9.0",
     ),
     "no manifest": (lambda s: os.remove(s / MANIFEST), "engine.save has not completed it"),
     "a damaged manifest": (lambda s: flip(s / MANIFEST, 0), "is damaged"),
-    "an entry that is gone": (lambda s: rewrite(s, lambda m: m.pop("groups")), "is damaged"),
+    "an entry that is gone": (
+        lambda s: rewrite(s / MANIFEST, lambda m: m.pop("groups")),
+        "is damaged",
+    ),
     "another class": (
-        lambda s: rewrite(s, lambda m: m["model"].update({"class": "Other"})),
+        lambda s: rewrite(s / MANIFEST, lambda m: m["model"].update({"class": "Other"})),
         "holds a Other, but this model is a Model",
     ),
 }

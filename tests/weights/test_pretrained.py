@@ -6,7 +6,6 @@ import copy
 import csv
 import filecmp
 import gc
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from slapo.weights.provenance import Source
 from tests.distributed import run_distributed
 from tests.model_schedule.models import MODELS, tokens
 from tests.runtimes.ranks import RUNTIMES, error_of, on_ranks, stand_in_for_cuda
+from tests.saving.test_save import flip, rewrite
 from tests.sharding.packed import MLP, Attention, Packed, heads_of
 
 LIMIT = "60KB"
@@ -391,18 +391,6 @@ def test_rebuilt_models_go_out_under_their_names(tmp_path: Path, layout: Any) ->
 
 
 # --- bad input -----------------------------------------------------------------------------------
-def rewrite(path: Path, change: Callable[[Any], None]) -> None:
-    value = json.loads(path.read_text())
-    change(value)
-    path.write_text(json.dumps(value))
-
-
-def spoil(path: Path, at: int, data: bytes) -> None:
-    content = bytearray(path.read_bytes())
-    content[at : at + len(data)] = data
-    path.write_bytes(content)
-
-
 def of_another_name(index: Any) -> None:
     index["weight_map"]["nothing"] = next(iter(index["weight_map"].values()))
 
@@ -418,7 +406,7 @@ SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
         "holds no weights, neither .safetensors",
     ),
     "header": (
-        lambda f: spoil(sorted(f.glob("*.safetensors"))[0], 8, b"\0\0\0"),
+        lambda f: flip(sorted(f.glob("*.safetensors"))[0], 8),
         "the header is damaged",
     ),
     "no file": (
