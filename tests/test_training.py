@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -69,21 +70,7 @@ def test_it_is_the_plain_loop() -> None:
 def test_evaluation_scheduler_and_logs() -> None:
     said: list[tuple[int, dict[str, float]]] = []
 
-    class Writer:
-        def __init__(self) -> None:
-            self.scalars: list[tuple[str, float, int]] = []
-
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            self.scalars.append((name, value, step))
-
-    class Run:
-        def __init__(self) -> None:
-            self.steps: list[int] = []
-
-        def log(self, metrics: dict[str, float], step: int) -> None:
-            self.steps.append(step)
-
-    made, writer, run = engine(), Writer(), Run()
+    made, writer, run = engine(), *map(mock.NonCallableMock, (["add_scalar"], ["log"]))
     scheduler = torch.optim.lr_scheduler.StepLR(made.optimizer, 1, gamma=0.5)
     history = slapo.fit(
         made,
@@ -97,8 +84,9 @@ def test_evaluation_scheduler_and_logs() -> None:
     )
     assert [each["lr"] for each in history] == [0.01, 0.005, 0.0025, 0.00125, 0.000625]
     assert ["eval_loss" in each for each in history] == [False, True, False, True, True]
-    assert [step for step, _ in said] == run.steps == [2, 4, 5]
-    assert ("loss", history[1]["loss"], 2) in writer.scalars
+    assert [step for step, _ in said] == [2, 4, 5]
+    assert run.log.call_args_list == [mock.call(metrics, step=step) for step, metrics in said]
+    assert mock.call("loss", history[1]["loss"], 2) in writer.add_scalar.call_args_list
     by_hand = [float(made.eval_batch(iter([batch]))) for batch in batches(2)]
     assert history[-1]["eval_loss"] == pytest.approx(sum(by_hand) / 2)
 

@@ -204,27 +204,6 @@ def start(target: str, layout: Any, inputs: Any, loss_fn: Any, **given: Any) -> 
     return slapo.build(sch, target, **given)[0], alone
 
 
-@pytest.mark.parametrize(
-    ("target", "layout"),
-    [
-        ("torch", (1, 1, 1)),
-        ("torch", (2, 1, 1)),
-        pytest.param("deepspeed", (2, 1, 1), marks=pytest.mark.wide),
-        pytest.param("megatron", (2, 1, 1), marks=pytest.mark.wide),
-    ],
-)
-@on_ranks()
-def test_micro_batches_along_other_axes(target: str, layout: Any) -> None:
-    generator = torch.Generator().manual_seed(1)
-    inputs = inputs_of(4, generator, mask=torch.rand(1, 6, 1, generator=generator))
-    batch = inputs, torch.randint(32, (4, 6), generator=generator)
-    given = {"micro_batches": 2, "batch_dims": {"mask": None}}
-    engine, alone = start(target, layout, inputs, token_loss, **given)
-    assert max(compare(engine, alone, [batch] * 3).values()) < 1e-5
-    evaluated = alone.evaluate(batch)[0]
-    assert abs(engine.eval_batch(iter([batch])).item() - evaluated) < 1e-5
-
-
 def test_names_that_the_model_has_not() -> None:
     given = {"mesh": slapo.init_mesh(device="cpu"), "batch_dims": {"position": 1}}
     with pytest.raises(ValueError, match=r"forward does not take; .*'positions'"):
@@ -247,16 +226,23 @@ def squares(logits: Any, targets: Any) -> Any:
     ],
 )
 @on_ranks()
-def test_the_last_batch_of_an_epoch(target: str, layout: Any) -> None:
-    """Samples that no number of micro-batches divides; targets that are counted, or are not."""
+def test_samples_along_other_axes_and_the_last_batch_of_an_epoch(target: str, layout: Any) -> None:
+    """The latter has samples that no number of micro-batches divides; targets may be counted."""
     generator = torch.Generator().manual_seed(1)
     counted = torch.randint(32, (5, 6), generator=generator)
     counted[0, 2:] = -100
-    for loss_fn, targets, parts in (
-        (token_loss, counted, 2),
-        (token_loss, counted, 4),
-        (squares, torch.randn(5, 6, 32, generator=generator), 3),
+    rest = torch.randn(5, 6, 32, generator=generator)
+    for loss_fn, targets, parts, options in (
+        (token_loss, counted[1:], 2, {"batch_dims": {"mask": None}}),
+        (token_loss, counted, 2, {}),
+        (token_loss, counted, 4, {}),
+        (squares, rest, 3, {}),
     ):
-        inputs = inputs_of(5, generator, mask=torch.rand(5, 6, 1, generator=generator))
-        engine, alone = start(target, layout, inputs, loss_fn, micro_batches=parts)
-        assert max(compare(engine, alone, [(inputs, targets)] * 3).values()) < 1e-5, parts
+        rows = 1 if options else 5
+        mask = torch.rand(rows, 6, 1, generator=generator)
+        inputs = inputs_of(len(targets), generator, mask)
+        engine, alone = start(target, layout, inputs, loss_fn, micro_batches=parts, **options)
+        batch = inputs, targets
+        assert max(compare(engine, alone, [batch] * 3).values()) < 1e-5, parts
+        evaluated = engine.eval_batch(iter([batch])).item()
+        assert abs(evaluated - alone.evaluate(batch)[0]) < 1e-5, parts

@@ -104,9 +104,9 @@ def test_adam_of_the_config_is_not_compiled_on_a_cpu() -> None:
     assert gpu["optimizer"] == config["optimizer"]
 
 
-@pytest.mark.parametrize(
-    ("config", "request_", "values"),
-    [
+#: Layout -> configuration, arguments, and what the message names.
+REFUSED: dict[Layout, list[tuple[dict[str, Any], dict[str, Any], list[str]]]] = {
+    CPU: [
         ({"gradient_accumulation_steps": 4}, {"micro_batches": 2}, ["=4", "micro_batches=2"]),
         ({"zero_optimization": {"stage": 3}}, {"zero": 1}, ["zero_optimization.stage=3", "zero=1"]),
         ({"gradient_clipping": 1.0}, {"clip_grad_norm": 2.0}, ["1.0", "clip_grad_norm=2.0"]),
@@ -129,29 +129,26 @@ def test_adam_of_the_config_is_not_compiled_on_a_cpu() -> None:
         ({"gradient_accumulation_steps": 0}, {}, ["micro_batches is 0"]),
         ({"zero_optimization": 2}, {}, ["zero_optimization is 2"]),
     ],
+    PIPE: [
+        ({}, {"zero": 2}, ["ZeRO stage 2 does not fit pp=2"]),
+        ({"zero_optimization": {"stage": 3}}, {}, ["ZeRO stage 3 does not fit pp=2"]),
+        ({"pipeline": {"pipe_partitioned": True}}, {}, ["pipeline.pipe_partitioned=True"]),
+    ],
+    Layout(1, 1, 2, "cpu"): [({"tensor_parallel": {"autotp_size": 2}}, {}, ["autotp_size=2"])],
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "config", "request_", "values"),
+    [(layout, *row) for layout, rows in REFUSED.items() for row in rows],
 )
 def test_contradictions_name_both_values(
-    config: dict[str, Any], request_: dict[str, Any], values: list[str]
+    layout: Layout, config: dict[str, Any], request_: dict[str, Any], values: list[str]
 ) -> None:
     with pytest.raises(ValueError, match=r"^deepspeed: ") as error:
-        merged(config, **request_)
+        merged(config, layout, **request_)
     for value in values:
         assert value in str(error.value)
-
-
-@pytest.mark.parametrize("zero", [2, 3])
-def test_zero_2_and_3_do_not_go_with_a_pipeline(zero: int) -> None:
-    with pytest.raises(ValueError, match=f"ZeRO stage {zero} does not fit pp=2"):
-        merged({}, PIPE, zero=zero)
-    with pytest.raises(ValueError, match=f"ZeRO stage {zero} does not fit pp=2"):
-        merged({"zero_optimization": {"stage": zero}}, PIPE)
-
-
-def test_entries_that_break_stages_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"pipeline\.pipe_partitioned=True"):
-        merged({"pipeline": {"pipe_partitioned": True}}, PIPE)
-    with pytest.raises(ValueError, match="autotp_size=2"):
-        merged({"tensor_parallel": {"autotp_size": 2}}, Layout(1, 1, 2, "cpu"))
 
 
 def test_a_config_may_be_a_file(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -267,16 +268,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
 }
 
 
-class Bare:
-    def step(self) -> None: ...
-
-
-@on_ranks(1)
-def test_a_scheduler_without_a_state(tmp_path: Path) -> None:
-    engine = engine_of(lr_scheduler=lambda o: Bare())
-    assert "lr_scheduler is a Bare without state_dict()" in error_of(lambda: engine.save(tmp_path))
-
-
 @on_ranks(1)
 def test_a_part_of_a_model(tmp_path: Path) -> None:
     """Its tensors have the names that they have in the whole."""
@@ -500,8 +491,11 @@ class Odd(Data):
 
 
 @on_ranks(1)
-def test_data_whose_state_cannot_be_had(tmp_path: Path) -> None:
+def test_data_and_schedulers_whose_state_cannot_be_had(tmp_path: Path) -> None:
     engine = engine_of()
+    bare = engine_of(lr_scheduler=lambda o: SimpleNamespace(step=lambda: None))
+    told = error_of(lambda: bare.save(tmp_path / "run"))
+    assert "lr_scheduler is a SimpleNamespace without state_dict()" in told
     assert "no state" in error_of(lambda: engine.save(tmp_path / "run", data=Raises()))
     told = error_of(lambda: engine.save(tmp_path / "run", data=Odd()))
     assert "state['data']['iterator'][0] is a str_ascii_iterator, which cannot be saved" in told

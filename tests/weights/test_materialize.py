@@ -46,26 +46,16 @@ def test_disabled_and_afterwards_nothing_is_patched() -> None:
     assert not nn.Linear(2, 2).weight.is_meta
 
 
-def test_attributes_and_requires_grad_are_kept() -> None:
-    class Frozen(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2), requires_grad=False)
-
-    with slapo.init_empty_weights():
-        assert not Frozen().weight.requires_grad
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = self.b = nn.Parameter(torch.ones(2), requires_grad=False)
 
 
-def test_ties_made_in_the_constructor_stay_ties() -> None:
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            weight = nn.Parameter(torch.ones(2))
-            self.a = weight
-            self.b = weight
-
+def test_ties_and_flags_made_in_the_constructor_stay() -> None:
     with slapo.init_empty_weights():
         pair, model = Pair(), Tied()
+    assert not pair.a.requires_grad
     assert pair.a is pair.b
     assert model.head.weight is model.emb.weight
     built, _ = slapo.build(slapo.create_schedule(model))
