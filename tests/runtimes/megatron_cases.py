@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,15 +18,11 @@ def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-2, weight_decay=0.0)
 
 
-def megatron_adam(**fields: Any) -> Any:
+def _config(**fields: Any) -> Any:
     from megatron.core.optimizer import OptimizerConfig
 
-    given = {"optimizer": "adam", "lr": 1e-2, "adam_eps": 1e-2, "weight_decay": 0.0, **fields}
-    return OptimizerConfig(**given)
+    return OptimizerConfig(**{"weight_decay": 0.0, **fields})
 
 
-def megatron_sgd(**fields: Any) -> Any:
-    from megatron.core.optimizer import OptimizerConfig
-
-    given = {"optimizer": "sgd", "lr": layouts.LEARNING_RATE, "weight_decay": 0.0, **fields}
-    return OptimizerConfig(**given)
+megatron_adam = partial(_config, optimizer="adam", lr=1e-2, adam_eps=1e-2)
+megatron_sgd = partial(_config, optimizer="sgd", lr=layouts.LEARNING_RATE)
