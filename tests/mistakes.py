@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
 from collections.abc import Callable
@@ -29,6 +30,7 @@ OTHERS: dict[str, Any] = {
     "F": F,
     "FakeStore": FakeStore,
     "ScheduleRecord": ScheduleRecord,
+    "copy": copy,
     "dist": dist,
     "init_device_mesh": init_device_mesh,
     "nn": nn,
@@ -39,6 +41,11 @@ OTHERS: dict[str, Any] = {
 
 def stack() -> Schedule:
     return slapo.create_schedule(Stack())
+
+
+def one(module: nn.Module) -> Schedule:
+    """A schedule of a model whose child "0" is the module."""
+    return slapo.create_schedule(nn.Sequential(module))
 
 
 def gelu(x: Any) -> Any:

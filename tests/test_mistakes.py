@@ -162,15 +162,17 @@ def test_what_users_of_two_ranks_are_told(
 #: Says what to do, or what there is to choose from.
 REMEDY = re.compile(
     r"(?:[;:,.?] |- )(?:(?:and|or) )?"
-    r"(?:add|apply|bind|build|call|choose|create|cut|decompose|derive|fix|fuse|keep|launch|leave|look"
-    r"|make|name|pad|pass|pick|replace|replay|return|set|shard|take|trace|use|write)\b"
+    r"(?:add|apply|bind|build|call|checkpoint|choose|create|cut|decompose|derive|fix|fuse|give|keep"
+    r"|launch|leave|look|make|name|pad|pass|pick|put|replace|replay|return|run|set|shard|take|trace"
+    r"|use|write)\b"
     r"|did you mean"
-    r"|\b(?:known|nearest paths|there|classes|parameters|primitives) are |it has \['|\btakes [([]"
+    r"|\b(?:known|nearest paths|there|classes|parameters|primitives) are |it has \['|\btakes (?:[([]|a )"
+    r"|must be a|may name|; a pattern calls"
     r"|children are items|the module's attribute is|\.trace\(flatten=True\)|\.decompose\(\)"
     r"|primitives applied there:\n|must be the same on every rank"
 )
 #: A value: in quotes, in brackets, a number, or what was given.
-VALUE = re.compile(r"'[^']+'|\"[^\"]+\"|\[.*\]|\d|\bgot \w+|\w+=\w+")
+VALUE = re.compile(r"'[^']+'|\"[^\"]+\"|\[.*\]|\d|\bgot \w+|\w+=\w+|<lambda>")
 
 
 def check_parts(file: Path, told: list[Told]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 import slapo
-from tests.fingerprint import fingerprint, refused
+from tests.fingerprint import fingerprint
 from tests.primitives.models import Block, DataDependent, Stack
 
 X = torch.randn(3, 4)
@@ -116,12 +116,6 @@ def test_a_capture_of_what_was_fused(compiler: str | None) -> None:
     layer.fuse([found], compiler=compiler)
     assert sch.trace_until("", tracer="huggingface", example_inputs=x)
     torch.testing.assert_close(sch.mod(x), expected)
-
-
-def test_trace_until_has_no_tracer_of_flat_graphs() -> None:
-    sch = slapo.create_schedule(outer())
-    with refused(sch, ValueError, "unknown tracer 'dynamo'"):
-        sch.trace_until("body", tracer="dynamo")
 
 
 def test_a_trace_until_that_fails_changes_nothing() -> None:
