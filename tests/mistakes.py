@@ -48,6 +48,11 @@ def one(module: nn.Module) -> Schedule:
     return slapo.create_schedule(nn.Sequential(module))
 
 
+def tp(choose: Any) -> dict[str, Any]:
+    """A space to tune over."""
+    return {"tp": choose("tp", [1, 2])}
+
+
 def gelu(x: Any) -> Any:
     return F.gelu(x)
 

@@ -95,25 +95,3 @@ def test_the_parameter_stays_under_its_name() -> None:
     copied = copy.deepcopy(norm)
     x = torch.randn(2, 8)
     assert torch.equal(copied(x), norm(x))
-
-
-def test_a_slice_of_its_weight_is_refused() -> None:
-    sch = slapo.create_schedule(nn.Sequential(RMSNorm(8)))
-    with pytest.raises(ValueError, match="normalizes over the axis"):
-        sch["0"].shard("weight", 0)
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        nn.LayerNorm(4),
-        nn.Linear(4, 4),
-        nn.ReLU(),
-        nn.RMSNorm(4, eps=1e-6, elementwise_affine=False),
-        nn.RMSNorm((2, 4), eps=1e-6),
-        nn.RMSNorm(4),
-    ],
-)
-def test_what_is_no_such_norm(module: nn.Module) -> None:
-    with pytest.raises(ValueError, match=r"RMSNorm.like\("):
-        RMSNorm.like(module)
