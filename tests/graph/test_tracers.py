@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import slapo
 from slapo.example_inputs import example_inputs
 from slapo.graph.trace.capture import capture
-from slapo.graph.trace.module import Traced, rewrite, trace_of
+from slapo.graph.trace.module import Traced, rewrite
 from tests.graph import zoo
 from tests.graph.served import (
     Nothing,
@@ -410,16 +410,6 @@ def test_a_flat_trace_keeps_rewritten_modules_as_calls(tracer: str) -> None:
     assert not torch.equal(expected, plain(X))
 
 
-@pytest.mark.parametrize("tracer", ["huggingface", "dynamo"])
-def test_what_cannot_be_captured_changes_nothing(tracer: str) -> None:
-    sch = slapo.create_schedule(DataDependent())
-    before = sch.mod
-    with pytest.warns(UserWarning, match="DataDependent.*only real data has"):
-        assert not sch.trace(tracer=tracer, example_inputs=X)
-    assert sch.mod is before
-    assert type(before) is DataDependent
-
-
 def test_children_that_cannot_be_captured_stay_calls() -> None:
     plain = nn.Sequential(DataDependent(), nn.Sequential(nn.Linear(4, 4)))
     sch, _ = scheduled(copy.deepcopy(plain), example_inputs=X)
@@ -438,15 +428,6 @@ def test_a_layer_that_draws_numbers_of_numpy_is_a_leaf() -> None:
         numpy.random.seed(0)
         results.append(each(X))
     assert torch.equal(*results)
-
-
-def test_trace_of_a_container_shows_its_graph_when_asked() -> None:
-    sch = slapo.create_schedule(zoo.FAMILIES["llama"].build())
-    assert sch.trace_until("model", tracer="huggingface")
-    container = sch["model"].mod
-    assert isinstance(container, Traced)
-    assert trace_of(container).calls("layers.0")
-    assert "self.layers" in container.code or "layers_0" in container.code
 
 
 def test_containers_traced_by_a_capture_are_copied_and_pickled_without_its_guards() -> None:

@@ -72,17 +72,6 @@ def test_backward_hooks_at_the_ends_move() -> None:
     torch.testing.assert_close(grad, expected)
 
 
-def test_modes_of_fused_modules_stay() -> None:
-    model = Block(p=0.5)
-    sch = slapo.create_schedule(model)
-    sch.trace()
-    sch.mod.get_submodule("drop").eval()
-    expected = sch.mod(X)
-    match = sch.find(lambda x: F.dropout(slapo.call_module("fc2", x)))
-    sch.fuse(match, compiler=None)
-    torch.testing.assert_close(sch.mod(X), expected)
-
-
 def test_hooks_at_the_ends_move() -> None:
     sch = slapo.create_schedule(Block())
     calls: list[str] = []

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
-from slapo.op import ForkRNGWrapper, LinearWithSeparateBias
+from slapo.op import LinearWithSeparateBias
 from tests.primitives.models import Block, Tied
 
 X = torch.randn(3, 4)
@@ -136,17 +136,6 @@ def test_compile_with_checkpoints_and_hooks() -> None:
 
 
 # --- fork_rng --------------------------------------------------------------------------------
-def test_fork_rng_draws_from_the_trackers_state() -> None:
-    sch = slapo.create_schedule(nn.Sequential(nn.Dropout(0.5)))
-    slapo.set_random_seed(1)
-    assert isinstance(sch["0"].fork_rng().mod, ForkRNGWrapper)
-    ones = torch.ones(100)
-    before = torch.get_rng_state()
-    forked = sch.mod(ones)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert not torch.equal(F.dropout(ones, 0.5), forked)
-    slapo.set_random_seed(1)
-    assert torch.equal(sch.mod(ones), forked)
 
 
 # --- decompose -------------------------------------------------------------------------------

@@ -27,13 +27,10 @@ def paths(sch: Schedule) -> list[str]:
 
 # --- names -----------------------------------------------------------------------------------
 def test_list_items_belong_to_the_owner_of_the_list() -> None:
-    class Bert(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = nn.Module()
-            self.encoder.layer = nn.ModuleList([Block() for _ in range(4)])
-
-    sch = slapo.create_schedule(Bert())
+    bert: Any = nn.Module()
+    bert.encoder = nn.Module()
+    bert.encoder.layer = nn.ModuleList([Block() for _ in range(4)])
+    sch = slapo.create_schedule(bert)
     assert list(sch["encoder"].child) == [f"layer.{k}" for k in range(4)]
     node = sch["encoder.layer.3"]
     assert (node.name, node.path, node.parent) == ("layer.3", "encoder.layer.3", sch["encoder"])
@@ -46,17 +43,14 @@ def test_list_items_belong_to_the_owner_of_the_list() -> None:
 
 
 def test_nested_lists_and_other_containers() -> None:
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            inner = [nn.ModuleList([nn.ReLU(), nn.Sequential(nn.Tanh())]) for _ in range(2)]
-            self.grid = nn.ModuleList(inner)
-            self.named = nn.ModuleDict({"a": nn.ReLU(), "b": nn.ModuleList([nn.Tanh()])})
-            self.params = nn.ParameterList([torch.ones(1)])
-            self.nothing = None
-            self.register_module("none", None)
-
-    sch = slapo.create_schedule(Nested())
+    model: Any = nn.Module()
+    inner = [nn.ModuleList([nn.ReLU(), nn.Sequential(nn.Tanh())]) for _ in range(2)]
+    model.grid = nn.ModuleList(inner)
+    model.named = nn.ModuleDict({"a": nn.ReLU(), "b": nn.ModuleList([nn.Tanh()])})
+    model.params = nn.ParameterList([torch.ones(1)])
+    model.nothing = None
+    model.register_module("none", None)
+    sch = slapo.create_schedule(model)
     assert list(sch.child) == ["grid.0.0", "grid.0.1", "grid.1.0", "grid.1.1", "named", "params"]
     assert list(sch["grid.1.1"].child) == ["0"]
     assert list(sch["named"].child) == ["a", "b.0"]
@@ -110,9 +104,6 @@ def test_prefixes() -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Sequential(nn.ReLU())))
     assert [p for p, _ in sch.named_schedules(prefix="m")] == ["m", "m.0", "m.0.0"]
     assert [p for p, _ in sch["0"].named_schedules()] == ["", "0"]
-
-
-# --- look-up ---------------------------------------------------------------------------------
 
 
 # --- selections ------------------------------------------------------------------------------
@@ -326,8 +317,6 @@ def test_a_copy_of_a_schedule_is_one_over_a_copy_of_the_model() -> None:
     new["1"].replace(nn.GELU())
     assert isinstance(model[1], nn.ReLU)
     assert (len(sch.history), len(new.history)) == (2, 3)
-    with pytest.raises(slapo.SlapoError, match=r"is part of a schedule and cannot be copied alone"):
-        copy.deepcopy(sch["0"])
 
 
 # --- a second schedule over one model ----------------------------------------------------------
@@ -384,10 +373,6 @@ def test_a_group_without_this_process(pair: None) -> None:
 def test_meshes() -> None:
     with fake_world(8, 5):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
-        with pytest.raises(
-            ValueError, match=r"mesh of 2 dimensions \('dp', 'tp'\).*mesh\[\"tp\"\]"
-        ):
-            slapo.create_schedule(nn.ReLU(), group=mesh)
         sch = slapo.create_schedule(nn.Sequential(nn.ReLU()), group=mesh["tp"])
         assert (sch.rank, sch.world_size) == (1, 4)
         assert (sch["0"].rank, sch["0"].world_size) == (1, 4)

@@ -10,6 +10,7 @@ import slapo
 from slapo import Schedule
 from slapo.hooks import get_hooks
 from tests.fingerprint import refused
+from tests.graph.served import make
 
 
 def node(module: nn.Module) -> Schedule:
@@ -98,23 +99,22 @@ def test_functions_become_hooks_of_the_mode() -> None:
     ]
 
 
-class Two(nn.Module):
-    def forward(self, *, mask: Any = None, x: Tensor) -> tuple[Any, Tensor]:
-        return mask, x
+def two() -> nn.Module:
+    return make(lambda self, *, mask=None, x: (mask, x))
 
 
 def test_the_first_tensor_is_meant(pair: None) -> None:
-    sch = node(Two()).sync("fwd_pre", "RR->RS").sync("fwd_post", "scatter", axis=0)
+    sch = node(two()).sync("fwd_pre", "RR->RS").sync("fwd_post", "scatter", axis=0)
     flag, x = sch.mod(mask=None, x=torch.ones(4, 6))
     assert flag is None
     assert x.shape == (2, 3)
 
 
 def test_calls_without_tensors_say_so() -> None:
-    sch = node(Two()).sync("fwd_pre", "RR->RS")
+    sch = node(two()).sync("fwd_pre", "RR->RS")
     with pytest.raises(TypeError, match="the call has no tensor argument"):
         sch.mod(x=3)
-    sch = node(Two()).sync("fwd_post", "all_reduce")
+    sch = node(two()).sync("fwd_post", "all_reduce")
     with pytest.raises(TypeError, match="the output is a tuple without a tensor; put"):
         sch.mod(x=3)
 

@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import slapo
 from slapo.primitives import base
 from tests.distributed import Job
+from tests.graph.served import make
 
 on_two_ranks = Job(2)
 
@@ -97,21 +98,13 @@ def what_looks_like_a_mistake_and_is_none(rank: int, world: int) -> None:
 
 
 # --- what the bias of a layer by rows shares ----------------------------------------------------
-class SharedBias(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 4)
-        self.c.bias = self.b.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
-
-
 @on_two_ranks
 def a_bias_that_another_module_has_too(rank: int, world: int) -> None:
     torch.manual_seed(0)
-    model, reference = SharedBias(), SharedBias()
-    reference.load_state_dict(model.state_dict())
+    layers = {"a": nn.Linear(4, 8), "b": nn.Linear(8, 4), "c": nn.Linear(4, 4)}
+    model: Any = make(lambda s, x: s.c(torch.tanh(s.b(torch.tanh(s.a(x))))), **layers)
+    model.c.bias = model.b.bias
+    reference = copy.deepcopy(model)
     sch = slapo.create_schedule(model)
     sch["a"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
     sch["b"].shard("weight", 1).sync("fwd_post", "reduce_scatter", axis=1)
@@ -171,7 +164,7 @@ def inputs_in_objects_and_by_keyword(rank: int, world: int) -> None:
         (lambda x: BaseModelOutput(last_hidden_state=x), lambda state: state.last_hidden_state),
         (lambda x: [State(x), 1], lambda state: state[0].hidden),
     ]
-    for make, read in [*kinds, (Opaque, lambda state: state.hidden)]:
+    for wrap, read in [*kinds, (Opaque, lambda state: state.hidden)]:
         model = Reads(read)
         reference = copy.deepcopy(model)
         x, y = (torch.ones(2, 4).requires_grad_() for _ in range(2))
@@ -180,13 +173,13 @@ def inputs_in_objects_and_by_keyword(rank: int, world: int) -> None:
         sch["fc2"].shard("weight", 1).sync("fwd_post", "all_reduce")
         sch.sync("bwd_post", "all_reduce")
         slapo.build(sch)
-        if make is Opaque:
+        if wrap is Opaque:
             text = r"the call has no tensor argument, in \['Opaque'\]; put the sync on"
             with pytest.raises(TypeError, match=text):
-                model(make(x))
+                model(wrap(x))
             continue
-        model(make(x)).square().sum().backward()
-        reference(make(y)).square().sum().backward()
+        model(wrap(x)).square().sum().backward()
+        reference(wrap(y)).square().sum().backward()
         assert_close(x.grad, y.grad, rtol=0, atol=1e-5)
     sch = slapo.create_schedule(Keywords())
     sch.sync("fwd_pre", "all_gather", axis=0, tensor_parallel_output_grad=False)

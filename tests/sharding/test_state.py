@@ -23,6 +23,7 @@ from slapo.sharding import sync_ops
 from slapo.sharding.state import sharding_of, shards_of
 from tests.check.verdicts import fake_world
 from tests.distributed import Job
+from tests.graph.served import make
 
 pytestmark = pytest.mark.distributed
 
@@ -243,14 +244,6 @@ def a_sync_maps_the_first_tensor_of_an_output_object(rank: int, world: int) -> N
         logits: Tensor | None = None
         more: Tensor | None = None
 
-    class Gives(nn.Module):
-        def __init__(self, kind: Any) -> None:
-            super().__init__()
-            self.kind, self.linear = kind, nn.Linear(4, 4, bias=False)
-
-        def forward(self, x: Tensor) -> Any:
-            return self.kind(self.linear(x))
-
     kinds: dict[str, Any] = {
         "output": lambda x: Output(logits=x, more=x),
         "dict": lambda x: {"n": 3, "x": x},
@@ -258,7 +251,8 @@ def a_sync_maps_the_first_tensor_of_an_output_object(rank: int, world: int) -> N
     }
     for kind in kinds.values():
         torch.manual_seed(0)
-        model = Gives(kind)
+        linear = nn.Linear(4, 4, bias=False)
+        model = make(lambda self, x, kind=kind: kind(self.linear(x)), linear=linear)
         wanted = model(torch.ones(1, 4))
         sch = slapo.create_schedule(model)
         sch["linear"].shard("weight", 1)
