@@ -239,11 +239,12 @@ def test_functions_of_one_name_are_compiled_apart():
         assert torch.equal(fusion_of(gm, nodes)(x), expected)
 
 
-def test_modes_of_children_survive_the_cache(gm):
+@pytest.mark.parametrize("compiler", ["TorchScript", None])
+def test_modes_of_children_survive_the_cache(gm, compiler):
     gm.train()
     gm.drop.eval()
     expected = numbers(gm)
-    fuse_in(gm, PATTERNS["dropout_add"])
+    fuse_in(gm, PATTERNS["dropout_add"], compiler=compiler)
     assert_same(gm, expected)
 
 

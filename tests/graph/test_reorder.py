@@ -20,6 +20,7 @@ from tests.graph.rewrites import (
     replace_node,
     replace_vertical,
 )
+from tests.graph.served import make
 
 SIZE = 8
 enter_inference = torch.autograd.grad_mode._enter_inference_mode
@@ -48,15 +49,11 @@ def record(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-class OwnDropout(nn.Module):
+def own_dropout() -> Any:
     """Draws without a child that does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_dropout = 0.5
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.attention_dropout, self.training)
+    module: Any = make(lambda self, x: F.dropout(x, self.attention_dropout, self.training))
+    module.attention_dropout = 0.5
+    return module
 
 
 class Model(nn.Module):
@@ -74,7 +71,7 @@ class Model(nn.Module):
         self.drop, self.other_drop = nn.Dropout(0.5), nn.Dropout(0.5)
         self.zero_drop = nn.Dropout(0.0)
         self.random = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Dropout(0.5))
-        self.own_dropout = OwnDropout()
+        self.own_dropout = own_dropout()
         self.relu_ = nn.ReLU(inplace=True)
         self.flat_relu_ = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))
         self.identity = nn.Identity()
@@ -361,12 +358,9 @@ MOVED = [
 @pytest.mark.parametrize(("code", "chains", "message"), MOVED)
 def test_what_would_change_the_numbers_is_refused(code, chains, message):
     gm = traced(code)
-    state = state_of(gm)
-    expected = numbers(gm, state)
     before = str(gm.graph), list(gm.state_dict())
     with pytest.raises(ValueError, match=message):
         rewrite(gm, chains)
-        torch.testing.assert_close(numbers(gm, state), expected)  # else it says what went wrong
     assert (str(gm.graph), list(gm.state_dict())) == before
 
 

@@ -105,21 +105,23 @@ def test_bfloat16_logits_have_float32_losses() -> None:
     torch.testing.assert_close(grad, wanted_grad, rtol=2**-8, atol=1e-7)  # rounded once
 
 
+def loss_by(
+    make: str, labels: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    if make == "tokens":
+        return token_losses(F.linear(hidden, weight, bias), labels).sum()
+    return linear_cross_entropy(hidden, weight, labels, bias, chunk=8)
+
+
 @pytest.mark.parametrize("make", ["tokens", "linear"])
 def test_a_retained_graph_gives_the_same_again(make: str) -> None:
-    hidden, weight, bias = operands()
-    labels = labels_like(len(hidden))
-
-    def loss() -> Tensor:
-        if make == "tokens":
-            return token_losses(F.linear(hidden, weight, bias), labels).sum()
-        return linear_cross_entropy(hidden, weight, labels, bias, chunk=8)
-
-    once = loss()
-    params = (hidden, weight, bias)
+    params = operands()
+    labels = labels_like(29)
+    once = loss_by(make, labels, *params)
     first = torch.autograd.grad(once, params, retain_graph=True)
     second = torch.autograd.grad(once, params)
-    again = torch.autograd.grad(checkpoint(loss, use_reentrant=False), params)
+    recomputed = checkpoint(loss_by, make, labels, *params, use_reentrant=False)
+    again = torch.autograd.grad(recomputed, params)
     for grads in zip(first, second, again, strict=True):
         assert torch.equal(grads[0], grads[1])
         assert torch.equal(grads[0], grads[2])
@@ -128,11 +130,7 @@ def test_a_retained_graph_gives_the_same_again(make: str) -> None:
 @pytest.mark.parametrize("make", ["tokens", "linear"])
 def test_a_gradient_of_the_gradient_is_refused(make: str) -> None:
     hidden, weight, _ = operands()
-    labels = labels_like(len(hidden))
-    if make == "tokens":
-        loss = token_losses(F.linear(hidden, weight), labels).sum()
-    else:
-        loss = linear_cross_entropy(hidden, weight, labels)
+    loss = loss_by(make, labels_like(len(hidden)), hidden, weight)
     with pytest.raises(RuntimeError, match="is not differentiable"):
         torch.autograd.grad(loss, weight, create_graph=True)
 
@@ -479,15 +477,11 @@ def test_in_a_trace_the_head_stays_a_call() -> None:
 def test_losses_are_captured_by_torch_compile(make: str) -> None:
     hidden, weight, _ = operands()
     labels = labels_like(len(hidden))
-
-    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
-        if make == "tokens":
-            return token_losses(F.linear(hidden, weight), labels).sum()
-        return linear_cross_entropy(hidden, weight, labels, chunk=10)
-
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    wanted = torch.autograd.grad(loss(hidden, weight), (hidden, weight))
-    found = torch.autograd.grad(compiled(hidden, weight), (hidden, weight))
+    compiled = torch.compile(loss_by, backend="aot_eager", fullgraph=True)
+    wanted, found = (
+        torch.autograd.grad(loss(make, labels, hidden, weight), (hidden, weight))
+        for loss in (loss_by, compiled)
+    )
     torch.testing.assert_close(found, wanted)
 
 

@@ -14,6 +14,7 @@ from slapo.sharding.rules import Effect, register_shard_rule
 from slapo.sharding.shards import shards_of
 from slapo.verify.placement.offline import fake_world
 from tests.fingerprint import refused
+from tests.graph.served import make
 from tests.primitives.models import Tied
 
 
@@ -126,13 +127,10 @@ def test_uneven_shares(pair: None) -> None:
 
 
 def test_a_class_of_ones_own_may_have_a_rule(pair: None) -> None:
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.size = nn.Parameter(torch.ones(4)), 4
-
-    register_shard_rule(Scale, lambda module, tensor, axis: Effect(("size",), Layout()))
-    assert slapo.create_schedule(Scale()).shard("weight", 0).mod.size == 2
+    scale: Any = make(lambda self, x: x * self.weight)
+    scale.weight, scale.size = nn.Parameter(torch.ones(4)), 4
+    register_shard_rule(type(scale), lambda module, tensor, axis: Effect(("size",), Layout()))
+    assert slapo.create_schedule(scale).shard("weight", 0).mod.size == 2
 
 
 # --- ties ------------------------------------------------------------------------------------

@@ -57,18 +57,6 @@ def test_modules_that_are_not_traceable_are_leaves() -> None:
     sch = slapo.create_schedule(nn.Sequential(Sealed()))
     sch.trace(flatten=True)
     assert targets(sch) == ["0"]
-    with pytest.warns(UserWarning, match="traceable = False"):
-        assert sch["0"].trace() is False
-
-
-def test_primitives_after_a_trace() -> None:
-    sch = slapo.create_schedule(Stack(2))
-    sch.trace(recursive=False)
-    sch["layers.0"].replace(nn.Identity())
-    sch["layers.1.fc1"].replace(nn.Linear(4, 8))
-    sch["layers.1"].checkpoint()
-    sch["head"].shard("weight", 0)
-    assert sch.mod(X).shape == (3, 4)
 
 
 @pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
