@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -334,17 +335,12 @@ def test_one_copy_of_the_logits_becomes_their_gradient() -> None:
 
 
 # --- the head as a layer -------------------------------------------------------------------------
-class Model(nn.Module):
-    def __init__(self, bias: bool = False) -> None:
-        super().__init__()
-        self.body = nn.Linear(FEATURES, FEATURES)
-        self.head = nn.Linear(FEATURES, VOCAB, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x))
+def body_and_head(bias: bool = False) -> Any:
+    layers = {"body": nn.Linear(FEATURES, FEATURES), "head": nn.Linear(FEATURES, VOCAB, bias=bias)}
+    return nn.Sequential(OrderedDict(layers))
 
 
-def whole_loss(model: Model, x: Tensor, targets: Targets) -> Tensor:
+def whole_loss(model: nn.Module, x: Tensor, targets: Targets) -> Tensor:
     """As Transformers computes it."""
     labels = targets.labels
     if targets.shift:
@@ -369,7 +365,7 @@ TARGETS = [
 
 @pytest.mark.parametrize("settings", TARGETS)
 def test_a_head_gives_the_loss(settings: dict[str, Any]) -> None:
-    model, x = Model(bias=True), torch.randn(BATCH, SEQ, FEATURES)
+    model, x = body_and_head(bias=True), torch.randn(BATCH, SEQ, FEATURES)
     labels = torch.randint(VOCAB, (BATCH, SEQ))
     labels[0, :4] = settings.get("ignore_index", -100)
     targets = Targets(labels, **settings)
@@ -400,7 +396,7 @@ def test_a_head_of_no_label_gives_nan_as_torch() -> None:
 def a_head_whose_rows_are_shared_out(
     rank: int, ranks: int, bias: bool, settings: dict[str, Any]
 ) -> None:
-    model, x = Model(bias), torch.randn(BATCH, SEQ, FEATURES)
+    model, x = body_and_head(bias), torch.randn(BATCH, SEQ, FEATURES)
     targets = Targets(labels_like(BATCH, SEQ), **settings)
     wanted = whole_loss(model, x, targets)
     wanted.backward()
@@ -460,7 +456,7 @@ def a_whole_head_asks_no_other_rank(rank: int, ranks: int) -> None:
 
 
 def test_in_a_trace_the_head_stays_a_call() -> None:
-    model, x = Model(), torch.randn(BATCH, SEQ, FEATURES)
+    model, x = body_and_head(), torch.randn(BATCH, SEQ, FEATURES)
     model.head = LossHead.like(model.head)
     sch = slapo.create_schedule(model)
     sch.trace(example_inputs=x)
