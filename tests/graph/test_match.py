@@ -614,6 +614,7 @@ def test_training_flags_of_the_graph_are_values_like_others():
         (lambda x, y: (x.exp(), y.sin()), "share no value"),
         (Pattern, "defines no forward"),
         (lambda x: None, "no operation"),
+        (lambda x: F.gelu(x, x, x, x), "cannot be traced|does not take"),
     ],
 )
 def test_wrong_patterns(pattern, message):

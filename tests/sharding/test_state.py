@@ -421,6 +421,14 @@ def ranks_that_hold_other_values(rank: int, world: int) -> None:
 
 
 @on_two_ranks
+def ranks_that_verify_with_inputs_of_other_sizes(rank: int, world: int) -> None:
+    verify = slapo.Verify(slapo.create_schedule(nn.Linear(2, 2)), torch.ones(2 + rank, 2))
+    text = "Verify: example_inputs differs between ranks.*pass inputs of the same shape"
+    with pytest.raises(slapo.SlapoError, match=f"(?s){text}"), verify:
+        pass
+
+
+@on_two_ranks
 def a_sharded_model_is_not_saved_or_resized_as_a_whole(rank: int, world: int) -> None:
     from tests.mistakes import gpt2, one
 
