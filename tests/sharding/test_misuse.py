@@ -22,7 +22,6 @@ from torch.testing import assert_close
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import slapo
-from slapo.primitives import base
 from tests.distributed import Job
 from tests.graph.served import make
 
@@ -235,23 +234,6 @@ def freeze(param: nn.Parameter) -> None:
 def watch(param: nn.Parameter) -> None:
     param.register_hook(lambda grad: 0 * grad)
     param.register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
-
-
-@pytest.fixture
-def fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A primitive that fails after what it is told to do."""
-
-    class Fails(slapo.Primitive):
-        @staticmethod
-        def name() -> str:
-            return "fails"
-
-        @staticmethod
-        def apply(sch: Any, act: Callable[[Any], None]) -> None:
-            act(sch)
-            raise ValueError("no")
-
-    monkeypatch.setitem(base._REGISTRY, "fails", Fails)
 
 
 @pytest.mark.parametrize("act", [freeze, watch])
