@@ -2,6 +2,8 @@
 
 import os
 import random
+from collections.abc import Callable
+from typing import Any
 
 # Before torch is imported, and inherited by every process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -78,3 +80,22 @@ def seed() -> None:
 def update_golden(request: pytest.FixtureRequest) -> bool:
     """Whether this run writes golden files instead of comparing with them."""
     return bool(request.config.getoption("--update-golden"))
+
+
+@pytest.fixture
+def fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A primitive that fails after what it is told to do."""
+    import slapo
+    from slapo.primitives import base
+
+    class Fails(slapo.Primitive):
+        @staticmethod
+        def name() -> str:
+            return "fails"
+
+        @staticmethod
+        def apply(sch: Any, act: Callable[[Any], None]) -> None:
+            act(sch)
+            raise ValueError("no")
+
+    monkeypatch.setitem(base._REGISTRY, "fails", Fails)

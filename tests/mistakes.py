@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
 from collections.abc import Callable
@@ -32,6 +33,7 @@ OTHERS: dict[str, Any] = {
     "FakeStore": FakeStore,
     "ScheduleRecord": ScheduleRecord,
     "Source": Source,
+    "copy": copy,
     "dist": dist,
     "init_device_mesh": init_device_mesh,
     "nn": nn,
@@ -43,6 +45,16 @@ OTHERS: dict[str, Any] = {
 
 def stack() -> Schedule:
     return slapo.create_schedule(Stack())
+
+
+def one(module: nn.Module) -> Schedule:
+    """A schedule of a model whose child "0" is the module."""
+    return slapo.create_schedule(nn.Sequential(module))
+
+
+def tp(choose: Any) -> dict[str, Any]:
+    """A space to tune over."""
+    return {"tp": choose("tp", [1, 2])}
 
 
 def gelu(x: Any) -> Any:

@@ -195,33 +195,10 @@ def test_predictions_may_refuse() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("prediction", "message"),
-    [
-        ({"capacity": 1, "throughput": 1}, r"predict\(\{'a': 1, 'b': 1\}\) .* has no 'memory'"),
-        ({"memory": 1, "throughput": 1}, "has no 'capacity'"),
-        ({"memory": 1, "capacity": 1}, "has no 'throughput'"),
-        (7, "returned 7, which has no 'memory'"),
-        (
-            {"memory": "much", "capacity": 1, "throughput": 1},
-            "memory='much'; return a finite number",
-        ),
-        ({"memory": float("nan"), "capacity": 1, "throughput": 1}, "memory=nan"),
-        ({"memory": -5, "capacity": 1, "throughput": 1}, "return a finite number, 0 or more"),
-        ({"memory": 1, "capacity": 1, "throughput": float("inf")}, "throughput=inf"),
-        (
-            {"memory": 10**400, "capacity": 1, "throughput": 1},
-            "memory=10.*; return a finite number",
-        ),
-        ({"memory": 2**30, "capacity": 1, "throughput": 1}, "none of 12 .* needs 1.00 of 0.00 GiB"),
-        (lambda point: point["c"], r"predict\(.*\) failed with KeyError: 'c'; raise"),
-        (sys.exit, r"predict\(.*\) failed with SystemExit"),
-    ],
-)
-def test_mistakes_in_predictions(prediction: Any, message: str) -> None:
-    predict = prediction if callable(prediction) else lambda point: prediction
-    with pytest.raises(TuneError, match=message):
-        tune(grid, run=lambda point: 1.0, predict=predict)
+def test_a_prediction_beyond_all_numbers() -> None:
+    found = {"memory": 10**400, "capacity": 1, "throughput": 1}
+    with pytest.raises(TuneError, match=r"memory=10.*; return a finite number"):
+        tune(grid, run=lambda point: 1.0, predict=lambda point: found)
 
 
 # --- failures ------------------------------------------------------------------------------------
@@ -423,9 +400,8 @@ def test_databases(tmp_path: Path) -> None:
     assert database.best.result == 100.0
     assert database.get({"b": 1, "a": 1.0}).outcome == "crash"  # type: ignore[union-attr]
     assert database.get({"a": 2, "b": 1}) is None
-    for wrong in ({"result": None, "outcome": "ok"}, {"result": 1, "outcome": "crash"}):
-        with pytest.raises(ValueError, match="give a result, or one of"):
-            database.commit({"a": 1}, **wrong)
+    with pytest.raises(ValueError, match="give a result, or one of"):
+        database.commit({"a": 1}, 1, outcome="crash")
     for number in (float("inf"), float("nan"), 10**400, "fast"):
         with pytest.raises(ValueError, match="cannot be compared"):
             database.commit({"a": 1}, number)  # type: ignore[arg-type]
@@ -464,21 +440,9 @@ def test_paths_with_characters_of_urls(tmp_path: Path, name: str) -> None:
 
 
 # --- arguments -----------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"trials": 0}, "trials=0, .* give numbers above 0"),
-        ({"timeout": 0}, "timeout=0"),
-        ({"timeout": float("nan")}, "timeout=nan"),
-        ({"seed": -1}, "seed=-1, .* a seed of at least 0"),
-        ({"error_stop": "some"}, "error_stop='some': .* one of none, symbol, all"),
-        ({"command": ["echo"]}, "either a command or a function run="),
-        ({"error_stop": "symbol", "grows": ["aa"]}, r"grows has 'aa': did you mean 'a'"),
-    ],
-)
-def test_options_that_cannot_be(options: Any, message: str) -> None:
-    with pytest.raises(TuneError, match=message):
-        tune(grid, run=lambda point: 1.0, **options)
+def test_a_command_and_a_function() -> None:
+    with pytest.raises(TuneError, match="either a command or a function run="):
+        tune(grid, ["echo"], run=lambda point: 1.0)
 
 
 def test_without_optuna(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -516,13 +480,6 @@ def test_a_function_for_the_command(tmp_path: Path) -> None:
     found = tune(grid, refuse_many, db=tmp_path / "db", trials=2)
     assert found.best is not None
     assert (found.best.result, found.command) == (100.0, ""), "the best may have no command"
-    wrong: list[tuple[Callable[..., Any], str]] = [
-        (lambda point: point["c"], r"command\(\{'a': .*\) failed with KeyError: 'c'; raise"),
-        (lambda point: None, r"command\(\{'a': .*\) returned None; return a list"),
-    ]
-    for command, message in wrong:
-        with pytest.raises(TuneError, match=message):
-            tune(grid, command, trials=1)
 
 
 def test_placeholders_that_points_lack() -> None:
@@ -535,8 +492,6 @@ def test_placeholders_that_points_lack() -> None:
     assert {trial.figures["got"] for trial in found.trials} == {"1", "2"}
     with pytest.raises(TuneError, match=r"\{sched\}: the point \{'micro-batch': 1\} lacks it"):
         tune(space, ["echo", "{sched}"], trials=2)
-    with pytest.raises(TuneError, match=r"\{micro-batches\}: did you mean 'micro-batch'"):
-        tune(space, ["echo", "{micro-batches}"], trials=2)
 
 
 def test_a_search_that_has_results_goes_on_without(tmp_path: Path) -> None:

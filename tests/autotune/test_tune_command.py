@@ -138,42 +138,31 @@ def fail(*entry):
     sys.exit(1)
 tp = json.loads(os.environ["SLAPO_TRIAL"])["tp"]
 if tp == 1: print('{"throughput": 5}')
-if tp == 2: sys.exit("torch.OutOfMemoryError: CUDA out of memory")
-if tp == 3: raise KeyError("lost")
-if tp == 4: time.sleep(60)
-if tp == 5: fail("wrong_schedule", "h.0: the gradient is not summed")
-if tp == 6: print("no number")
-if tp == 7: print('{"throughput": "fast"}')
-if tp == 8: fail("refused", "8 ranks")
+if tp == 2: raise KeyError("lost")
+if tp == 3: time.sleep(60)
+if tp == 4: fail("wrong_schedule", "h.0: the gradient is not summed")
 """
 
 
-def test_all_outcomes_are_kept_with_their_logs(tune: Run) -> None:
+def test_outcomes_are_kept_with_their_logs(tune: Run) -> None:
+    """``test_trial.py`` has all of them."""
     Path("space.py").write_text(
-        "def space(choose):\n    return {'tp': choose('tp', range(1, 9))}\n"
+        "def space(choose):\n    return {'tp': choose('tp', range(1, 5))}\n"
         "def predict(point):\n"
         "    return {'memory': 1, 'capacity': 1, 'throughput': 9 - point['tp']}\n"
     )
     Path("train.py").write_text(OUTCOMES)
-    options = ["--config", "space.py", "--trials", "8", "--timeout", "0.7"]
+    options = ["--config", "space.py", "--trials", "4", "--timeout", "0.7"]
     status, out, _ = tune(*options, *PYTHON, "train.py")
     assert status == 0
     found = {trial.values["tp"]: trial for trial in Database("trials.db").trials}
-    assert [found[tp].outcome for tp in range(1, 9)] == [
-        "ok",
-        "out_of_memory",
-        "crash",
-        "timeout",
-        "wrong_schedule",
-        "no_result",
-        "garbage",
-        "refused",
-    ]
+    kinds = [found[tp].outcome for tp in range(1, 5)]
+    assert kinds == ["ok", "crash", "timeout", "wrong_schedule"]
     assert found[1].result == 5.0
-    assert "KeyError: 'lost'" in Path(found[3].log).read_text()
-    assert found[3].reason == "exit status 1: KeyError: 'lost'"
-    assert found[4].seconds >= 0.7
-    assert "8 trials of 8 points: 1 ok, 1 out_of_memory" in out
+    assert "KeyError: 'lost'" in Path(found[2].log).read_text()
+    assert found[2].reason == "exit status 1: KeyError: 'lost'"
+    assert found[3].seconds >= 0.7
+    assert "4 trials of 4 points: 1 ok, 1 " in out
 
 
 def test_a_script_without_a_result(tune: Run) -> None:

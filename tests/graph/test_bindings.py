@@ -11,6 +11,7 @@ from slapo.graph.match.canonical import ModuleState
 from slapo.graph.match.pattern import Pattern, call_module
 from slapo.graph.match.search import find_subgraphs
 from tests.graph.rewrites import Calls, replace_vertical
+from tests.graph.served import make
 
 
 def bindings(code: Any, pattern: Any) -> list[dict[str, Any]]:
@@ -27,13 +28,11 @@ def scaled(x, factor=1):
 fx.wrap("scaled")
 
 
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(2, 2)
+def scaled_by(constant):
+    return lambda x: scaled(x, constant)
 
-    def forward(self, x, y):
-        return y + self.fc(x)
+
+RESIDUAL = make(lambda self, x, y: y + self.fc(x), fc=nn.Linear(2, 2))
 
 
 class ResidualInPattern(Pattern):
@@ -81,6 +80,22 @@ BOUND = {
         lambda x, w, b: F.linear(x, w, b),
         [{"x": "x", "w": ModuleState("mod", "weight"), "b": ModuleState("mod", "bias")}],
     ),
+    **{
+        f"the constant {constant}": (
+            scaled_by(constant),
+            lambda x, s: scaled(x, s),
+            [{"x": "x", "s": constant}],
+        )
+        for constant in (2, True, "none")
+    },
+    **{
+        f"training={training}": (
+            Calls(nn.Dropout(0.1)).train(training),
+            lambda x, p, t: F.dropout(x, p, t),
+            [{"x": "x", "p": 0.1, "t": training}],
+        )
+        for training in (True, False)
+    },
     "several matches": (
         lambda x, y: x.exp().relu() + y.exp().relu(),
         lambda a: a.exp().relu(),
@@ -96,9 +111,9 @@ BOUND = {
         variadic,
         [{"a": "x", "shape": (2, -1), "scale": 0.5}],
     ),
-    "a module as the pattern": (Residual(), ResidualInPattern, [{"x": "x", "input": "y"}]),
+    "a module as the pattern": (RESIDUAL, ResidualInPattern, [{"x": "x", "input": "y"}]),
     "a module by name": (
-        Residual(),
+        RESIDUAL,
         lambda bias, hidden: bias + call_module("fc", hidden),
         [{"bias": "y", "hidden": "x"}],
     ),
@@ -131,19 +146,6 @@ def test_arguments_are_bound(name):
     assert bindings(code, pattern) == expected
 
 
-@pytest.mark.parametrize("constant", [3.0, 2, True, "none"])
-def test_constants(constant):
-    (bound,) = bindings(lambda x: scaled(x, constant), lambda x, s: scaled(x, s))
-    assert bound == {"x": "x", "s": constant}
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_the_mode_of_a_module_is_what_it_is_in_the_graph(training):
-    model = Calls(nn.Dropout(0.1)).train(training)
-    (bound,) = bindings(model, lambda x, p, t: F.dropout(x, p, t))
-    assert bound == {"x": "x", "p": 0.1, "t": training}
-
-
 def test_arguments_are_in_the_order_of_the_pattern():
     (bound,) = bindings(lambda x, y: y.exp() - x, lambda q, k: k.exp() - q)
     assert list(bound.items()) == [("q", "x"), ("k", "y")]
@@ -161,13 +163,7 @@ def test_sizes_of_the_match_itself_are_no_arguments():
 
 
 def test_bindings_follow_rewrites_beside_the_match():
-    class Chain(nn.Module):
-        def forward(self, x, y):
-            for _ in range(2):
-                x = F.gelu(x - y)
-            return x
-
-    gm = fx.symbolic_trace(Chain())
+    gm = fx.symbolic_trace(lambda x, y: F.gelu(F.gelu(x - y) - y))
     first, second = find_subgraphs(gm.graph, gm.get_submodule, lambda a, b: F.gelu(a - b))
     old = second.bindings["a"]
     new = replace_vertical(gm, first, lambda a, b: F.gelu(a - b))

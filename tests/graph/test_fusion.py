@@ -18,6 +18,7 @@ from slapo.graph.match.search import find_by_name, find_subgraphs
 from slapo.graph.rewrite.rules import Replace, carry_out
 from slapo.graph.trace.module import Trace, Traced, attach
 from tests.graph.rewrites import fuse, fusion_of
+from tests.graph.served import make
 
 BATCH, SEQ, SIZE = 3, 5, 8
 
@@ -110,17 +111,14 @@ def test_plain_sequential(gm):
 
 @pytest.mark.parametrize("compiler", ["TorchScript", None])
 def test_weights_that_a_chain_looks_up_become_arguments(compiler):
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("table", torch.arange(4.0), persistent=False)
-            self.scale = nn.Parameter(torch.full((9, 1), 2.0))
+    def forward(self, x, n):
+        y = torch.cat([x, self.table], dim=0)
+        return y[: n.size(0)].clamp(min=0).reshape((-1,)) * self.scale
 
-        def forward(self, x, n):
-            y = torch.cat([x, self.table], dim=0)
-            return y[: n.size(0)].clamp(min=0).reshape((-1,)) * self.scale
-
-    gm = fx.symbolic_trace(Model())
+    model: Any = make(forward)
+    model.register_buffer("table", torch.arange(4.0), persistent=False)
+    model.scale = nn.Parameter(torch.full((9, 1), 2.0))
+    gm = fx.symbolic_trace(model)
     nodes = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
     args = torch.randn(3), torch.zeros(5)
     expected = gm(*args)
@@ -204,20 +202,15 @@ LIKE = [
 ]
 
 
-class Pair(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x):
-        pair = (x,) if isinstance(self.module, nn.Hardtanh) else (x, x.flip(0) * 3)
-        return self.module(*pair) * 2
+def of_a_pair(self, x):
+    pair = (x,) if isinstance(self.module, nn.Hardtanh) else (x, x.flip(0) * 3)
+    return self.module(*pair) * 2
 
 
 @pytest.mark.parametrize("modules", LIKE, ids=lambda pair: type(pair[0]).__name__)
 def test_modules_of_one_text_are_compiled_apart(modules):
     for module in modules:
-        gm = fx.symbolic_trace(Pair(copy.deepcopy(module)))
+        gm = fx.symbolic_trace(make(of_a_pair, module=copy.deepcopy(module)))
         expected = numbers(gm)
         nodes = [n for n in gm.graph.nodes if n.op == "call_module" or n.name == "mul_1"]
         nodes += [n for n in gm.graph.nodes if n.name == "mul" and isinstance(module, nn.Hardtanh)]
@@ -239,11 +232,12 @@ def test_functions_of_one_name_are_compiled_apart():
         assert torch.equal(fusion_of(gm, nodes)(x), expected)
 
 
-def test_modes_of_children_survive_the_cache(gm):
+@pytest.mark.parametrize("compiler", ["TorchScript", None])
+def test_modes_of_children_survive_the_cache(gm, compiler):
     gm.train()
     gm.drop.eval()
     expected = numbers(gm)
-    fuse_in(gm, PATTERNS["dropout_add"])
+    fuse_in(gm, PATTERNS["dropout_add"], compiler=compiler)
     assert_same(gm, expected)
 
 

@@ -20,6 +20,7 @@ from tests.graph.rewrites import (
     replace_node,
     replace_vertical,
 )
+from tests.graph.served import make
 
 SIZE = 8
 enter_inference = torch.autograd.grad_mode._enter_inference_mode
@@ -48,15 +49,11 @@ def record(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-class OwnDropout(nn.Module):
+def own_dropout() -> Any:
     """Draws without a child that does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_dropout = 0.5
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.attention_dropout, self.training)
+    module: Any = make(lambda self, x: F.dropout(x, self.attention_dropout, self.training))
+    module.attention_dropout = 0.5
+    return module
 
 
 class Model(nn.Module):
@@ -74,7 +71,7 @@ class Model(nn.Module):
         self.drop, self.other_drop = nn.Dropout(0.5), nn.Dropout(0.5)
         self.zero_drop = nn.Dropout(0.0)
         self.random = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Dropout(0.5))
-        self.own_dropout = OwnDropout()
+        self.own_dropout = own_dropout()
         self.relu_ = nn.ReLU(inplace=True)
         self.flat_relu_ = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))
         self.identity = nn.Identity()
@@ -296,12 +293,6 @@ def write_in_the_chain(m, x, y):
     return z.exp() + early * 0, early
 
 
-def write_in_the_chain_behind_a_reader(m, x, y):
-    h = y.exp()
-    early = m.fc(x)
-    return early, x.add_(h) * 2
-
-
 def rows_made_shorter(m, x, y):
     rows = m.table.weight * 2
     z = m.table((y > 0).long())
@@ -330,6 +321,12 @@ def side_by_side_in_regions(m, x, y):
     return a * b
 
 
+def sizes_past_a_change_of_shape(m, x, y):
+    columns = x.size(1)
+    x.t_()
+    return (m.scale.sum() * y).view(columns, -1) + x.sum()
+
+
 two_dropouts = around(drop, lambda m, x, y: m.other_drop(y))
 
 MOVED = [
@@ -355,18 +352,16 @@ MOVED = [
     (side_by_side_with_dropout, ["fc", "drop"], r"'drop' .*'other_drop'.*random"),
     (side_by_side_with_a_write, ["frozen", "tied"], r"'tied' .*'setitem'.*in place"),
     (side_by_side_in_regions, ["fc", "other"], r"'other' .*'fc'.*'_set_grad_enabled'"),
+    (sizes_past_a_change_of_shape, ["size view"], "'size' would move past 't_'"),
 ]
 
 
 @pytest.mark.parametrize(("code", "chains", "message"), MOVED)
 def test_what_would_change_the_numbers_is_refused(code, chains, message):
     gm = traced(code)
-    state = state_of(gm)
-    expected = numbers(gm, state)
     before = str(gm.graph), list(gm.state_dict())
     with pytest.raises(ValueError, match=message):
         rewrite(gm, chains)
-        torch.testing.assert_close(numbers(gm, state), expected)  # else it says what went wrong
     assert (str(gm.graph), list(gm.state_dict())) == before
 
 
@@ -471,12 +466,6 @@ def test_a_checkpoint_has_the_effects_of_its_operations(same):
         torch.testing.assert_close(numbers(gm, state), expected, rtol=0, atol=0)
 
 
-def sizes_past_a_change_of_shape(m, x, y):
-    columns = x.size(1)
-    x.t_()
-    return (m.scale.sum() * y).view(columns, -1) + x.sum()
-
-
 @pytest.mark.parametrize(
     "names",
     [
@@ -496,12 +485,6 @@ def test_parts_of_regions_are_refused(names):
         with pytest.raises(ValueError, match=r"_set_grad_enabled(_1)?'.*region|used outside"):
             act(pick(gm, names))
     assert str(gm.graph) == before
-
-
-def test_sizes_change_with_the_shape():
-    gm = traced(sizes_past_a_change_of_shape)
-    with pytest.raises(ValueError, match="'size' would move past 't_'"):
-        rewrite(gm, ["size view"])
 
 
 @pytest.mark.parametrize("cast", ["bool", "byte", "cdouble", "float", "to", "type"])

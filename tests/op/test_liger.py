@@ -20,7 +20,7 @@ from slapo.op import liger
 from slapo.op.mlp import GatedMLP, gated_gelu, gated_silu
 from slapo.op.norm import RMSNorm
 from tests.op.test_mlp import MLP, numbers, same
-from tests.op.test_norm import GemmaNorm, LlamaNorm
+from tests.op.test_norm import GemmaRMSNorm, LlamaRMSNorm, made
 from tests.versions import interprets_loops, t5_takes_attention
 
 ROOT = Path(__file__).parent.parent.parent
@@ -240,12 +240,12 @@ def test_no_gradient_of_a_gradient(calls: list[Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("cls", "offset", "mode"), [(LlamaNorm, 0.0, "llama"), (GemmaNorm, 1.0, "gemma")]
+    ("cls", "offset", "mode"), [(LlamaRMSNorm, 0.0, "llama"), (GemmaRMSNorm, 1.0, "gemma")]
 )
 def test_norms_ask_for_their_roundings(
     calls: list[Any], cls: type[nn.Module], offset: float, mode: str, dtype: torch.dtype
 ) -> None:
-    original = cls(17, 1e-3).to(dtype)
+    original = made(cls, offset, 17, 1e-3).to(dtype)
     norm, x = RMSNorm.like(original, offset), torch.randn(3, 17).to(dtype)
     found = numbers(norm, x)
     assert calls == [((3, 17), 1e-3, offset, mode, False)]

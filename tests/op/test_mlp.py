@@ -240,27 +240,6 @@ def test_an_activation_may_be_replaced() -> None:
     assert torch.equal(sch.mod(x), wanted)
 
 
-def changed(**attributes: Any) -> nn.Module:
-    module = MLP()
-    for name, value in attributes.items():
-        setattr(module, name, value)
-    return module
-
-
-@pytest.mark.parametrize(
-    ("module", "why"),
-    [
-        (changed(forward=torch.abs), "a forward put on it"),
-        (changed(dropout=nn.Dropout()), "dropout"),
-        (changed(scale=nn.Parameter(torch.ones(1))), "scale"),
-        (nn.Linear(2, 2), "children \\[\\]"),
-    ],
-)
-def test_what_is_no_such_block(module: nn.Module, why: str) -> None:
-    with pytest.raises(ValueError, match=f"GatedMLP.like.*{why}"):
-        GatedMLP.like(module)
-
-
 # --- by name -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("function", [gated_silu, gated_gelu])
 def test_a_backend_by_name(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:

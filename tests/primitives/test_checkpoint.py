@@ -95,14 +95,6 @@ def test_order_args_fn() -> None:
         sch.checkpoint(order_args_fn=3)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_reentrant_or_not(use_reentrant: bool) -> None:
-    model = Stack()
-    reference = copy.deepcopy(model)
-    slapo.create_schedule(model)["layers.2"].checkpoint(use_reentrant=use_reentrant)
-    same_gradients(model, reference, torch.randn(3, 4, requires_grad=True))
-
-
 def test_hooks_run_once_around_it() -> None:
     model = nn.Sequential(Block())
     calls: list[str] = []

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 import slapo
 from slapo import Schedule, scripting
 from slapo.graph.fuse.modules import CompiledModule
-from tests.fingerprint import fingerprint, refused
-from tests.primitives.models import Block, Twice
+from tests.primitives.models import Block
 
 X = torch.randn(3, 4)
 
@@ -38,29 +37,6 @@ def test_paths_within_a_fused_module_are_short_where_there_is_no_state() -> None
     sch.trace(flatten=True)
     sch.fuse(sch.find(lambda x: F.dropout(slapo.call_module(r"0\.0", x))))
     assert {name for name, _ in sch["FusedModule_0"].mod.named_modules()} == {"", "0", "0.0", "1"}
-
-
-@pytest.mark.parametrize("name", ["", "a.b", "1st"])
-def test_bad_names(name: str) -> None:
-    sch = decomposed()
-    match = sch.find(bias_gelu)
-    with refused(sch, ValueError, "name"):
-        sch.fuse(match, compiler=None, name=name)
-
-
-@pytest.mark.parametrize(
-    ("name", "hook"),
-    [("fc2", "fwd_post"), ("drop", "fwd_pre"), ("drop", "bwd_post"), ("fc2", "bwd_pre")],
-)
-def test_a_hook_that_would_be_lost_is_a_runtime_error(name: str, hook: str) -> None:
-    sch = slapo.create_schedule(Block())
-    if hook == "bwd_pre":
-        sch[name].mod.register_full_backward_pre_hook(lambda *args: None)
-    else:
-        sch[name].sync(hook, lambda *args: None)
-    match = sch.find(lambda x: F.dropout(slapo.call_module("fc2", x)))
-    with refused(sch, RuntimeError, rf"hooks \['{hook}'\] of '{name}' would be lost"):
-        sch.fuse(match, compiler=None)
 
 
 def test_backward_hooks_at_the_ends_move() -> None:
@@ -94,47 +70,6 @@ def test_backward_hooks_at_the_ends_move() -> None:
     (grad, order), (expected, expected_order) = scheduled(True), scheduled(False)
     assert order == expected_order
     torch.testing.assert_close(grad, expected)
-
-
-@pytest.mark.parametrize("pattern", ["fc2", lambda x: F.gelu(slapo.call_module("fc1", x))])
-def test_scripts_have_no_backward_hooks(pattern: Any) -> None:
-    sch = slapo.create_schedule(Block())
-    for name in ("fc1", "fc2"):
-        sch[name].sync("bwd_post", lambda module, grad_input, grad_output: None)
-    match = sch.find(pattern)
-    with refused(sch, RuntimeError, r"'bwd_post'.*fc.*ScriptModule.*compiler=None"):
-        sch.fuse(match)
-    script = torch.jit.script(nn.Linear(4, 4))
-    with refused(sch, RuntimeError, "ScriptModule"):
-        sch.replace(script, match)
-    sch.fuse(match, compiler=None)
-
-
-def test_hooks_of_a_module_that_is_called_elsewhere_stay() -> None:
-    sch = slapo.create_schedule(Twice())
-    sch["fc"].sync("fwd_pre", lambda module, inputs: (inputs[0] * 2,))
-    expected = sch.mod(X)
-    match = sch.find(lambda x: torch.sin(slapo.call_module("fc", x)))
-    before = fingerprint(sch)
-    for call in (
-        lambda: sch.fuse(match, compiler=None),
-        lambda: sch.replace(nn.Linear(4, 4), match),
-    ):
-        with pytest.raises(RuntimeError, match="lost for its other call 'fc'"):
-            call()
-    assert fingerprint(sch) == before
-    torch.testing.assert_close(sch.mod(X), expected)
-
-
-def test_modes_of_fused_modules_stay() -> None:
-    model = Block(p=0.5)
-    sch = slapo.create_schedule(model)
-    sch.trace()
-    sch.mod.get_submodule("drop").eval()
-    expected = sch.mod(X)
-    match = sch.find(lambda x: F.dropout(slapo.call_module("fc2", x)))
-    sch.fuse(match, compiler=None)
-    torch.testing.assert_close(sch.mod(X), expected)
 
 
 def test_hooks_at_the_ends_move() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import slapo
 from slapo import Schedule, printing
@@ -84,6 +85,46 @@ def lists_of_lists() -> Schedule:
     return sch
 
 
+def many_notes() -> Schedule:
+    sch = slapo.create_schedule(Stack(6))
+    sch.trace(flatten=True)
+    for match in sch.find(lambda x: F.gelu(x)):
+        sch.fuse(match, compiler=None)
+    return sch
+
+
+def missing_numbers() -> Schedule:
+    sch = slapo.create_schedule(nn.Sequential(*(nn.ReLU() for _ in range(4))))
+    del sch.mod._modules["1"]  # as a rewrite of a graph takes modules out
+    return sch
+
+
+def moved_within_another() -> Schedule:
+    sch = slapo.create_schedule(nn.Sequential(Block(), nn.ReLU()))
+    sch["0.fc1"].shard("weight", axis=0)
+    sch["0"].replace(nn.Sequential(nn.Identity(), sch["0"].mod))
+    return sch
+
+
+def at_two_places() -> Schedule:
+    block = Block()
+    sch = slapo.create_schedule(nn.Sequential(block, nn.ReLU(), block))
+    sch["0"].checkpoint()
+    sch["2.fc1"].shard("weight", axis=0)
+    return sch
+
+
+class Config:
+    def __repr__(self) -> str:
+        return "Config {\n" + "".join(f"  'n{k}': {k},\n" for k in range(99)) + "}"
+
+
+def describes_itself() -> Schedule:
+    sch = slapo.create_schedule(nn.Sequential(Conv1D(4, 8), Conv1D(4, 8)))
+    sch["0"].checkpoint().annotate("weight", "config", Config())
+    return sch
+
+
 CASES: dict[str, Callable[[], Schedule]] = {
     f.__name__: f
     for f in (
@@ -95,6 +136,11 @@ CASES: dict[str, Callable[[], Schedule]] = {
         long_text,
         replaced,
         staged,
+        many_notes,
+        missing_numbers,
+        moved_within_another,
+        at_two_places,
+        describes_itself,
     )
 }
 
@@ -120,6 +166,7 @@ def test_repr_is_one_line() -> None:
     assert repr(sch["layers.1.fc1"]) == (
         "<Schedule of Linear at 'layers.1.fc1', rank 0 of 1, 0 children>"
     )
+    assert repr(describes_itself()["0"]).startswith("<Schedule of Conv1D at '0'")
 
 
 def test_notebooks_get_an_outline_in_color() -> None:
@@ -140,20 +187,6 @@ def test_shards_syncs_and_cuts_have_colors_of_their_own() -> None:
     assert html.index("cut_pipeline_stage()") < html.index("<hr>")
 
 
-def test_many_notes_of_one_kind_are_counted() -> None:
-    sch = slapo.create_schedule(Stack(6))
-    sch.trace(flatten=True)
-    for match in sch.find(lambda x: F.gelu(x)):
-        sch.fuse(match, compiler=None)
-    assert "Stack  <- trace(flatten=True); fuse(...) 6x" in str(sch)
-
-
-def test_numbers_that_are_missing_are_not_in_a_range() -> None:
-    sch = slapo.create_schedule(nn.Sequential(*(nn.ReLU() for _ in range(4))))
-    del sch.mod._modules["1"]  # as a rewrite of a graph takes modules out
-    assert str(sch) == "Sequential\n|-- 0: ReLU()\n`-- 2..3 (2x): ReLU()"
-
-
 def notes(sch: Schedule, name: str) -> str:
     """What the tree shows as applied to the one module of that name."""
     (line,) = [line for line in str(sch).splitlines() if f"-- {name}: " in line]
@@ -172,13 +205,6 @@ def test_what_a_replaced_parent_has_taken_along_is_not_shown() -> None:
     assert len(sch.history) == 3
 
 
-def test_notes_go_where_the_module_goes() -> None:
-    sch = slapo.create_schedule(nn.Sequential(Block(), nn.ReLU()))
-    sch["0.fc1"].shard("weight", axis=0)
-    sch["0"].replace(nn.Sequential(nn.Identity(), sch["0"].mod))
-    assert notes(sch["0.1"], "fc1") == "shard('weight', axis=0)"
-
-
 @pytest.mark.parametrize("flatten", [False, True])
 def test_notes_outlast_a_trace_of_the_parent(flatten: bool) -> None:
     sch = slapo.create_schedule(nn.Sequential(Block(), nn.ReLU()))
@@ -188,50 +214,6 @@ def test_notes_outlast_a_trace_of_the_parent(flatten: bool) -> None:
     if not flatten:  # else what is in a leaf is none of the schedule's
         assert notes(sch, "fc1") == "shard('weight', axis=0)"
     assert notes(copy.deepcopy(sch), "0") == "checkpoint()"
-
-
-def test_a_module_at_two_places_is_noted_at_both() -> None:
-    block = Block()
-    sch = slapo.create_schedule(nn.Sequential(block, nn.ReLU(), block))
-    sch["0"].checkpoint()
-    sch["2.fc1"].shard("weight", axis=0)
-    assert notes(sch, "0") == notes(sch, "2") == "checkpoint()"
-    assert str(sch).count("shard('weight', axis=0)") == 2
-
-
-class Product(nn.Module):
-    """Shows its sizes as Transformers' Conv1D does."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf, self.nx = nf, nx
-
-    def __repr__(self) -> str:
-        return f"Product(nf={self.nf}, nx={self.nx})"
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-def test_a_module_that_describes_itself() -> None:
-    sch = slapo.create_schedule(nn.Sequential(Product(4, 8)))
-    assert str(sch) == "Sequential\n`-- 0: Product(nf=4, nx=8)"
-    assert repr(sch["0"]).startswith("<Schedule of Product at '0'")
-    sch["0"].checkpoint()
-    assert "0: Product(nf=4, nx=8)  <- checkpoint()" in str(sch)
-
-
-class Config:
-    def __repr__(self) -> str:
-        return "Config {\n" + "".join(f"  'n{k}': {k},\n" for k in range(99)) + "}"
-
-
-def test_long_arguments_are_cut() -> None:
-    sch = slapo.create_schedule(Block())
-    sch["fc1"].annotate("weight", "config", Config())
-    (line,) = [line for line in str(sch).splitlines() if "annotate" in line]
-    assert len(line) < 170
-    assert line.endswith("...")
 
 
 def test_the_record_reads_as_its_calls() -> None:

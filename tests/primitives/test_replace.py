@@ -83,24 +83,9 @@ def test_a_reduction_within_a_module_moves_along(pair: None) -> None:
     sch["0"].replace(new)
     assert get_hooks(new)["fwd_post"] == [reduction] == list(new._forward_hooks.values())
     assert sch["0"].metadata.primitives["shard"] == {}
-
-
-def test_a_reduction_within_operations_is_not_lost(pair: None) -> None:
     sch = slapo.create_schedule(Block())
     sch["fc2"].shard("weight", 1).sync("fwd_post", "all_reduce")
-
-    def pattern(x: Tensor) -> Tensor:
-        return F.dropout(slapo.call_module("fc2", x))
-
-    match = sch.find(pattern)
-    for call in (
-        lambda: sch.replace(nn.Linear(4, 4), match),
-        lambda: sch.fuse(match, compiler=None),
-    ):
-        with refused(sch, RuntimeError, r"hooks \['fwd_post'\] of 'fc2' would be lost"):
-            call()
-    only = sch.find("fc2")
-    sch.replace(nn.Linear(4, 4), only)
+    sch.replace(nn.Linear(4, 4), sch.find("fc2"))
     assert len(sch["Linear_0"].mod._forward_hooks) == 1
 
 
@@ -112,38 +97,21 @@ def test_parameters_on_meta_become_the_old_ones() -> None:
     assert new.weight is weight
 
 
-def test_replacements_that_are_refused() -> None:
-    sch = slapo.create_schedule(Stack())
-    node = sch["layers.0"]
-    with refused(sch, TypeError, "pass a module or a function"):
-        node.replace(3)
-    with refused(sch, ValueError, "need target_ops"):
-        node.replace(Block(), concrete_args={"x": 1})
-    with refused(sch, ValueError, "contains 'layers.0'"):
-        sch["layers.0.fc1"].replace(node.mod)
-
-
-def test_ties_are_kept_or_the_replacement_is_refused() -> None:
+def test_ties_are_kept() -> None:
+    model = Tied()
+    sch = slapo.create_schedule(model)
+    sch.replace(nn.Linear(4, 8, bias=False), sch.find("head"), name="out")
+    assert sch["out_0"].mod.weight is model.emb.weight
+    slapo.build(sch)
     model = Tied()
     sch = slapo.create_schedule(model)
     weight = model.emb.weight
     sch["head"].replace(nn.Linear(4, 8, bias=False))
     assert model.head.weight is model.emb.weight is weight
-    message = r"'head.weight' of shape \(8, 4\) is tied to \['emb.weight'\].*break the tie"
-    with refused(sch, ValueError, message):
-        sch["head"].replace(nn.Linear(4, 9))
-    with refused(sch, ValueError, message):
-        sch["head"].replace(nn.Identity())
 
-    class Renamed(nn.Module):
-        def __init__(self, table: nn.Parameter) -> None:
-            super().__init__()
-            self.table = table
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.table.T
-
-    sch["head"].replace(Renamed(weight))
+    renamed: Any = make(lambda self, x: x @ self.table.T)
+    renamed.table = weight
+    sch["head"].replace(renamed)
     assert sch.metadata.tie_weights == {
         "emb.weight": ("head.table",),
         "head.table": ("emb.weight",),
@@ -196,21 +164,9 @@ def test_an_error_of_the_function_changes_nothing() -> None:
         sch.replace_all(nn.Linear, lambda p, m: nn.Linear(1 // (p != "head"), 1))
 
 
-def test_when_one_cannot_be_replaced_none_is() -> None:
-    sch = slapo.create_schedule(Tied())
-    sizes = {"fc": (4, 4), "head": (4, 9)}
-    with refused(sch, ValueError, "break the tie"):
-        sch.replace_all(nn.Linear, lambda p, m: nn.Linear(*sizes[p]))
-
-
 # --- operations ------------------------------------------------------------------------------
-class GeluMlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(self.fc(x))
+def gelu_mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU())
 
 
 def gelu_of_fc1(x: Tensor) -> Tensor:
@@ -219,10 +175,10 @@ def gelu_of_fc1(x: Tensor) -> Tensor:
 
 def test_vertical() -> None:
     sch = slapo.create_schedule(Block())
-    new = GeluMlp()
+    new = gelu_mlp()
     assert sch.replace(new, sch.find(gelu_of_fc1)) is sch
-    assert list(sch.child) == ["fc2", "drop", "GeluMlp_0"]
-    assert sch["GeluMlp_0"].mod is new
+    assert list(sch.child) == ["fc2", "drop", "Sequential_0"]
+    assert sch["Sequential_0"].mod is new
     expected = sch.mod.fc2(new(X)) + X
     assert torch.allclose(sch.mod(X), expected)
 
@@ -232,10 +188,8 @@ def test_names_take_the_first_free_number() -> None:
     sch.trace(flatten=True)
     for k in range(3):
         match = sch.find(lambda x: F.gelu(slapo.call_module(r"layers\.\d\.fc1", x)))
-        sch.replace(GeluMlp(), match[:1], name="Up")
+        sch.replace(gelu_mlp(), match[:1], name="Up")
         assert f"Up_{k}" in sch
-    with refused(sch, ValueError, "cannot name a submodule"):
-        sch.replace(nn.Tanh(), sch.find("head"), name="a.b")
 
 
 def test_a_function_and_concrete_args() -> None:
@@ -244,7 +198,8 @@ def test_a_function_and_concrete_args() -> None:
 
     sch = slapo.create_schedule(nn.Sequential(nn.ReLU()))
     constants = {"scale": 3.0, "flag": True}
-    sch.replace(scaled, sch.find(lambda x: F.relu(x)), concrete_args=constants)
+    match = sch.find(lambda x: F.relu(x))
+    sch.replace(fn_or_mod=scaled, target_ops=match, concrete_args=constants)
     assert torch.equal(sch.mod(X), 3 * X)
 
 
@@ -262,30 +217,8 @@ class PackedQkv(nn.Module):
         return self.packed(x).chunk(3, -1)
 
 
-def test_horizontal_with_its_weights() -> None:
-    model = Attention()
-    reference = copy.deepcopy(model)
-    sch = slapo.create_schedule(model)
-    sch.replace(PackedQkv(), sch.find("[qkv]$"), name="QKV")
-    assert list(sch.child) == ["out", "QKV_0"]
-    x = torch.randn(2, 5, 4)
-    torch.testing.assert_close(sch.mod(x), reference(x))
-
-
-def test_what_a_horizontal_replacement_returns_is_found_as_an_item() -> None:
-    sch = slapo.create_schedule(Attention())
-    sch.replace(PackedQkv(), sch.find("[qkv]$"), name="QKV")
-    assert len(sch.find(lambda x: slapo.call_module("QKV_0", x)[1])) == 1
-    assert not sch.find(lambda x: slapo.call_module("QKV_0", x)[3])
-
-
 def first_rows(x):
     return x * 2
-
-
-class Typed(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input)
 
 
 @pytest.mark.parametrize(
@@ -308,20 +241,13 @@ def test_rows_are_not_taken_for_results(new: Any, given: str) -> None:
             sch.mod(x)
 
 
-@pytest.mark.parametrize("new", [Typed(4, 4), torch.jit.script(nn.Linear(4, 4))])
-def test_a_signature_that_promises_one_tensor_is_refused_at_once(new: nn.Module) -> None:
-    sch = slapo.create_schedule(Attention())
-    match = sch.find("[qkv]$")
-    message = r"module \w+ returns one tensor, but .*return a tuple of 3 results"
-    with refused(sch, slapo.SlapoError, message):
-        sch.replace(new, match)
-
-
 def test_what_a_horizontal_replacement_returns_can_be_part_of_another_match() -> None:
     model = Attention()
     reference = copy.deepcopy(model)
     sch = slapo.create_schedule(model)
     sch.replace(PackedQkv(), sch.find("[qkv]$"), name="QKV")
+    assert list(sch.child) == ["out", "QKV_0"]
+    assert not sch.find(lambda x: slapo.call_module("QKV_0", x)[3])
     packed = sch.mod.QKV_0.packed
 
     def pattern(x: Any) -> Any:
@@ -339,32 +265,16 @@ def test_what_a_horizontal_replacement_returns_can_be_part_of_another_match() ->
     torch.testing.assert_close(sch.mod(x), reference(x))
 
 
-def test_hooks_and_horizontal() -> None:
-    sch = slapo.create_schedule(Attention())
-    sch["k"].sync("fwd_post", lambda m, i, o: o)
-    match = sch.find("[qkv]$")
-    with refused(sch, RuntimeError, r"hooks \['fwd_post'\] of 'k' would be lost"):
-        sch.replace(PackedQkv(), match)
-
-
 def test_hooks_and_vertical() -> None:
     model = Block()
     calls: list[str] = []
     model.fc1.register_forward_pre_hook(lambda m, i: calls.append("pre"))
     sch = slapo.create_schedule(model)
-    sch.replace(GeluMlp(), sch.find(gelu_of_fc1))
+    sch.replace(gelu_mlp(), sch.find(gelu_of_fc1))
     sch.mod(X)
     calls.clear()  # the capture has run them, on stand-ins
     sch.mod(X)
     assert calls == ["pre"]
-    other = Block()
-    other.fc1.register_forward_hook(lambda m, i, o: calls.append("post"))
-    sch = slapo.create_schedule(other)
-    match = sch.find(gelu_of_fc1)
-    with refused(sch, RuntimeError, "'fc1' would be lost"):
-        sch.replace(GeluMlp(), match)
-    with refused(sch, RuntimeError, "'fc1' would be lost"):
-        sch.replace(torch.tanh, match)
 
 
 def test_one_node() -> None:
@@ -374,36 +284,10 @@ def test_one_node() -> None:
         return torch.log_softmax(x, dim)
 
     (pair,) = sch.find_node(lambda node: node.target is torch.softmax)
-    given = ("", next(iter(sch.mod.graph.nodes)))
     sch.replace(log_softmax, pair)
     assert torch.allclose(sch.mod(X), torch.log_softmax(X, -1))
-    for wrong, message in ((pair, "call find"), (given, "'x' is the graph's placeholder")):
-        with refused(sch, ValueError, message):
-            sch.replace(log_softmax, wrong)
-
-
-def test_ties_and_operations() -> None:
-    model = Tied()
-    sch = slapo.create_schedule(model)
-    match = sch.find("head")
-    with refused(sch, ValueError, "break the tie"):
-        sch.replace(nn.Identity(), match)
-    sch.replace(nn.Linear(4, 8, bias=False), match, name="out")
-    assert sch["out_0"].mod.weight is model.emb.weight
-    slapo.build(sch)
-
-
-def test_the_replacement_goes_by_both_names_of_its_forms() -> None:
-    sch = slapo.create_schedule(Stack(2))
-    sch["head"].replace(new_mod=nn.Identity())
-    assert isinstance(sch["head"].mod, nn.Identity)
-    block = sch["layers.0"]
-    block.replace(fn_or_mod=torch.tanh, target_ops=block.find(lambda x: F.gelu(x)))
-    assert "tanh" in block.mod.code
-    with pytest.raises(TypeError, match="new_mod or"):
-        sch["head"].replace()
-    with pytest.raises(TypeError, match="new_mod or"):
-        sch["head"].replace(nn.Identity(), fn_or_mod=nn.Identity())
+    with refused(sch, ValueError, "'x' is the graph's placeholder"):
+        sch.replace(log_softmax, ("", next(iter(sch.mod.graph.nodes))))
 
 
 def test_modules_that_a_rewrite_of_a_flat_graph_drops_leave_the_tree() -> None:
@@ -416,24 +300,9 @@ def test_modules_that_a_rewrite_of_a_flat_graph_drops_leave_the_tree() -> None:
     assert "layers.0.fc2" in sch
 
 
-def test_a_misfit_leaves_the_new_module_alone() -> None:
-    sch = slapo.create_schedule(Block())
-    new = nn.Bilinear(4, 4, 8)
-    before, match = new.weight, sch.find(gelu_of_fc1)
-    with refused(sch, ValueError, "input"):
-        sch.replace(new, match)
-    assert new.weight is before
-
-
 # --- values by the names of the pattern ------------------------------------------------------
-class Scores(nn.Module):
-    """Uses the key before the query."""
-
-    def forward(self, q: Tensor, k: Tensor) -> Tensor:
-        return F.gelu(k.transpose(-1, -2) @ q * 3.0)
-
-
 def scores(q: Tensor, k: Tensor, s: float) -> Tensor:
+    """Uses the key before the query."""
     return F.gelu(k.transpose(-1, -2) @ q * s)
 
 
@@ -441,18 +310,13 @@ Q, K = torch.randn(4, 4), torch.randn(4, 4)
 
 
 def found_scores() -> tuple[Any, Any]:
-    sch = slapo.create_schedule(Scores())
+    sch = slapo.create_schedule(make(lambda self, q, k: scores(q, k, 3.0)))
     (match,) = sch.find(scores)
     return sch, match
 
 
 def reference_scores(q: Tensor, k: Tensor, s: float = 2.0) -> Tensor:
     return scores(q, k, s)
-
-
-class ScoresModule(nn.Module):
-    def forward(self, k: Tensor, s: float, q: Tensor) -> Tensor:
-        return scores(q, k, s)
 
 
 def half_named(q: Tensor, key: Tensor, s: float = 2.0) -> Tensor:
@@ -475,7 +339,8 @@ def any_number(*args: Tensor) -> Tensor:
     return scores(*args, 3.0)
 
 
-NAMED = [reference_scores, ScoresModule(), half_named, key_by_name]
+IN_ANOTHER_ORDER = make(lambda self, k, s, q: scores(q, k, s))
+NAMED = [reference_scores, IN_ANOTHER_ORDER, half_named, key_by_name]
 
 
 @pytest.mark.parametrize("new", [*NAMED, unnamed, all_unnamed, any_number])
@@ -483,7 +348,7 @@ def test_values_go_to_parameters_of_the_same_name(new: Any) -> None:
     sch, match = found_scores()
     sch.replace(new, match)
     sch.mod.graph.lint()
-    torch.testing.assert_close(sch.mod(Q, K), Scores()(Q, K))
+    torch.testing.assert_close(sch.mod(Q, K), scores(Q, K, 3.0))
 
 
 def test_the_binding_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -510,23 +375,6 @@ def test_constants_that_the_user_gives_win() -> None:
     assert [str(v) for v in call.args] == ["q"]
 
 
-@pytest.mark.parametrize(
-    ("new", "constants", "message"),
-    [
-        (lambda q: q, {}, r"takes 0 required arguments \(\) besides q=q, .*1 inputs \(k\)"),
-        (lambda q, x, y, z: q, {}, r"takes 3 required arguments \(x, y, z\) besides q=q, .*\(k\)"),
-        (lambda x: x, {}, r"takes 1 required arguments \(x\).*2 inputs \(q, k\)"),
-        (lambda q, k, *, flag: q, {}, "needs the keyword argument 'flag'"),
-        (lambda q, k: q, {"z": 1}, "no parameter 'z'"),
-        (nn.GELU(), {}, r"module GELU takes 1 required arguments \(input\)"),
-    ],
-)
-def test_an_input_that_is_not_taken_is_an_error(new: Any, constants: Any, message: str) -> None:
-    sch, match = found_scores()
-    with refused(sch, ValueError, message):
-        sch.replace(new, match, concrete_args=constants)
-
-
 def test_the_weight_of_a_module_can_be_an_argument() -> None:
     def own_norm(x: Tensor, w: Tensor | None = None) -> Tensor:
         return F.layer_norm(x, (4,), w).exp()
@@ -543,84 +391,48 @@ def test_the_weight_of_a_module_can_be_an_argument() -> None:
     assert list(sch.mod.state_dict()) == ["norm.weight", "norm.bias"]
 
 
-class SideBySide(nn.Module):
-    def __init__(self, other: float = 2.0) -> None:
-        super().__init__()
-        self.other = other
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sin(x * 2.0) + torch.cos(x * self.other)
-
-
 def both(x: Tensor, s: float = 1.0) -> tuple[Tensor, Tensor]:
     return torch.sin(x * s), torch.cos(x * s)
 
 
-@pytest.mark.parametrize("other", [2.0, 5.0])
-def test_constants_of_several_matches(other: float) -> None:
-    sch = slapo.create_schedule(SideBySide(other))
-    sch.trace()
+@pytest.mark.parametrize("constants", [{}, {"s": 3.0}], ids=["equal", "given"])
+def test_constants_of_several_matches(constants: dict[str, float]) -> None:
+    other = 5.0 if constants else 2.0
+    sch = slapo.create_schedule(make(lambda self, x: torch.sin(x * 2.0) + torch.cos(x * other)))
     (sine,) = sch.find(lambda x, s: torch.sin(x * s))
     (cosine,) = sch.find(lambda x, s: torch.cos(x * s))
-    matches = [sine, cosine]
-    if other == 2.0:
-        sch.replace(both, matches)
-        torch.testing.assert_close(sch.mod(X), SideBySide(other)(X))
-        return
-    message = r"takes 's', which is \[2.0, 5.0\] in them"
-    with refused(sch, ValueError, message):
-        sch.replace(both, matches)
-    sch.replace(both, matches, concrete_args={"s": 3.0})
+    sch.replace(both, [sine, cosine], concrete_args=constants)
+    torch.testing.assert_close(sch.mod(X), sum(both(X, constants.get("s", 2.0))))
 
 
 def test_fusions_take_their_inputs_in_order() -> None:
-    sch = slapo.create_schedule(Scores())
+    sch, _ = found_scores()
     sch.fuse(sch.find(lambda input_1, input_2: scores(input_1, input_2, 3.0)))
-    torch.testing.assert_close(sch.mod(Q, K), Scores()(Q, K))
+    torch.testing.assert_close(sch.mod(Q, K), scores(Q, K, 3.0))
 
 
 # --- one node --------------------------------------------------------------------------------
-class Defaults(nn.Module):
-    def __init__(self, approximate: str = "none") -> None:
-        super().__init__()
-        self.approximate = approximate
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.softmax(x, dim=-1)
-        return F.gelu(x, approximate=self.approximate).sum(dim=-1, keepdim=False)
-
-
-def own_softmax(x: Tensor, dim: int) -> Tensor:
-    return torch.softmax(x, dim)
-
-
-def own_gelu(x: Tensor) -> Tensor:
-    return F.gelu(x)
-
-
-def own_sum(x: Tensor, dim: int) -> Tensor:
-    return torch.sum(x, dim)
 
 
 @pytest.mark.parametrize(
-    ("name", "new"), [("softmax", own_softmax), ("gelu", own_gelu), ("sum", own_sum)]
+    ("name", "new", "approximate"),
+    [
+        ("softmax", lambda x, dim: torch.softmax(x, dim), "none"),
+        ("gelu", lambda x: F.gelu(x), "none"),
+        ("gelu", lambda x, **kwargs: F.gelu(x, **kwargs), "tanh"),
+        ("sum", lambda x, dim: torch.sum(x, dim), "none"),
+    ],
 )
-def test_defaults_that_the_new_function_lacks_are_dropped(name: str, new: Any) -> None:
-    sch = slapo.create_schedule(Defaults())
-    sch.trace()
+def test_defaults_that_the_new_function_lacks_are_dropped(
+    name: str, new: Any, approximate: str
+) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return F.gelu(F.softmax(x, dim=-1), approximate=approximate).sum(dim=-1, keepdim=False)
+
+    sch = slapo.create_schedule(make(forward))
     (pair,) = sch.find_node(lambda node: name in node.name)
     sch.replace(new, pair)
-    torch.testing.assert_close(sch.mod(X), Defaults()(X))
-
-
-def test_other_values_are_not_dropped() -> None:
-    sch = slapo.create_schedule(Defaults("tanh"))
-    sch.trace()
-    (pair,) = sch.find_node(lambda node: "gelu" in node.name)
-    with refused(sch, ValueError, "does not take the arguments"):
-        sch.replace(own_gelu, pair)
-    sch.replace(lambda x, **kwargs: F.gelu(x, **kwargs), pair)
-    torch.testing.assert_close(sch.mod(X), Defaults("tanh")(X))
+    torch.testing.assert_close(sch.mod(X), forward(None, X))
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -710,17 +522,6 @@ def split_heads(x: Tensor, fc: nn.Module, heads: int) -> Tensor:
     return fc(x).view(x.size(0), x.shape[1], heads, -1).transpose(1, 2)
 
 
-class QkvHeads(nn.Module):
-    """Splits into heads itself, and knows the sizes itself."""
-
-    def __init__(self, *parts: nn.Module) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(split_heads(x, part, 2) for part in self.parts)
-
-
 def shared_size(self: Any, x: Tensor) -> Tensor:
     n = x.size(0)
     return x.exp().view(n, -1) - x.exp().view(n, -1) * 3
@@ -734,7 +535,12 @@ def test_sizes_are_given_only_where_they_are_taken() -> None:
     model = make(lambda s, x: [split_heads(x, fc, 2) for fc in (s.q, s.k, s.v)], **parts)
     x = torch.randn(3, 5, 4)
     expected, sch = model(x), slapo.create_schedule(model)
-    sch.replace(QkvHeads(*parts.values()), sch.find(pattern))
+    # It splits into heads itself, and knows the sizes itself.
+    heads = make(
+        lambda self, x: tuple(split_heads(x, part, 2) for part in self.parts),
+        parts=nn.ModuleList(parts.values()),
+    )
+    sch.replace(heads, sch.find(pattern))
     assert not [node for node in sch.mod.graph.nodes if node.target == "size"]
     torch.testing.assert_close(sch.mod(x), expected)
 
@@ -763,13 +569,10 @@ def test_a_horizontal_call_stands_after_its_inputs_and_before_its_uses() -> None
 
 def test_horizontal_refusals() -> None:
     sch = slapo.create_schedule(make(lambda s, x, y: x.exp() + y.exp() + x.exp().relu()))
-    first, second, third = sch.find(lambda a: a.exp())
-    (relu,) = sch.find(lambda a: a.relu())
-    for new, matches, message in (
-        (lambda *args: args, [first, second], r"different inputs: \[x\] and \[y\]"),
-        (lambda *args: args, [third, relu], "subgraph 0 feeds subgraph 1"),
-        (lambda *args: args, [first, first], "is in several of the subgraphs"),
-        (lambda a, b: a, [first, third], r"takes 1 required arguments \(b\)"),
+    first, second, _ = sch.find(lambda a: a.exp())
+    for matches, message in (
+        ([first, second], r"different inputs: \[x\] and \[y\]"),
+        ([first, first], "is in several of the subgraphs"),
     ):
         with refused(sch, ValueError, message):
-            sch.replace(new, matches)
+            sch.replace(lambda *args: args, matches)

@@ -17,7 +17,7 @@ import slapo
 from slapo import Primitive, Schedule
 from slapo.primitives import base
 from slapo.verify.placement.offline import fake_world
-from tests.fingerprint import fingerprint, refused
+from tests.fingerprint import fingerprint
 from tests.primitives.models import Block, Stack, Tied
 
 
@@ -27,13 +27,10 @@ def paths(sch: Schedule) -> list[str]:
 
 # --- names -----------------------------------------------------------------------------------
 def test_list_items_belong_to_the_owner_of_the_list() -> None:
-    class Bert(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = nn.Module()
-            self.encoder.layer = nn.ModuleList([Block() for _ in range(4)])
-
-    sch = slapo.create_schedule(Bert())
+    bert: Any = nn.Module()
+    bert.encoder = nn.Module()
+    bert.encoder.layer = nn.ModuleList([Block() for _ in range(4)])
+    sch = slapo.create_schedule(bert)
     assert list(sch["encoder"].child) == [f"layer.{k}" for k in range(4)]
     node = sch["encoder.layer.3"]
     assert (node.name, node.path, node.parent) == ("layer.3", "encoder.layer.3", sch["encoder"])
@@ -46,17 +43,14 @@ def test_list_items_belong_to_the_owner_of_the_list() -> None:
 
 
 def test_nested_lists_and_other_containers() -> None:
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            inner = [nn.ModuleList([nn.ReLU(), nn.Sequential(nn.Tanh())]) for _ in range(2)]
-            self.grid = nn.ModuleList(inner)
-            self.named = nn.ModuleDict({"a": nn.ReLU(), "b": nn.ModuleList([nn.Tanh()])})
-            self.params = nn.ParameterList([torch.ones(1)])
-            self.nothing = None
-            self.register_module("none", None)
-
-    sch = slapo.create_schedule(Nested())
+    model: Any = nn.Module()
+    inner = [nn.ModuleList([nn.ReLU(), nn.Sequential(nn.Tanh())]) for _ in range(2)]
+    model.grid = nn.ModuleList(inner)
+    model.named = nn.ModuleDict({"a": nn.ReLU(), "b": nn.ModuleList([nn.Tanh()])})
+    model.params = nn.ParameterList([torch.ones(1)])
+    model.nothing = None
+    model.register_module("none", None)
+    sch = slapo.create_schedule(model)
     assert list(sch.child) == ["grid.0.0", "grid.0.1", "grid.1.0", "grid.1.1", "named", "params"]
     assert list(sch["grid.1.1"].child) == ["0"]
     assert list(sch["named"].child) == ["a", "b.0"]
@@ -112,30 +106,6 @@ def test_prefixes() -> None:
     assert [p for p, _ in sch["0"].named_schedules()] == ["", "0"]
 
 
-# --- look-up ---------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("path", "near"),
-    [
-        ("layer.1", "layers.1"),
-        ("layers.9", "layers.0"),
-        ("layers.1.fc3", "layers.1.fc1"),
-        ("layers", "layers.0"),
-        ("heads", "head"),
-        ("zzz", "layers.0"),
-    ],
-)
-def test_unknown_paths_offer_the_nearest(path: str, near: str) -> None:
-    sch = slapo.create_schedule(Stack())
-    for look_up in (sch.__getitem__, sch.get_module):
-        with pytest.raises(KeyError, match=f"no module at '{path}'; nearest paths are .*'{near}'"):
-            look_up(path)
-    assert path not in sch
-
-
-def test_private_names_are_no_attributes() -> None:
-    assert not hasattr(slapo.create_schedule(nn.ReLU()), "_private")
-
-
 # --- selections ------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("pattern", "expected"),
@@ -161,12 +131,6 @@ def test_globs_are_relative_to_the_node() -> None:
     sch = slapo.create_schedule(Stack())
     assert [node.path for node in sch.select("**")] == paths(sch)[1:]
     assert [node.path for node in sch["layers.1"].select("fc*")] == ["layers.1.fc1", "layers.1.fc2"]
-
-
-@pytest.mark.parametrize("pattern", ["", None, 3])
-def test_a_glob_is_a_string(pattern: Any) -> None:
-    with pytest.raises(ValueError, match="pass a glob"):
-        slapo.create_schedule(Stack()).select(pattern)
 
 
 def test_a_selection_applies_to_all() -> None:
@@ -221,17 +185,6 @@ def test_a_module_at_two_places_is_selected_once() -> None:
     sch = slapo.create_schedule(nn.Sequential(shared, nn.ReLU(), shared))
     assert [node.path for node in sch.select("*")] == ["0", "1"]
     sch.select("*").checkpoint()
-
-
-def test_nodes_that_left_the_tree_are_refused() -> None:
-    sch = slapo.create_schedule(Stack())
-    old = sch["layers.0.fc1"]
-    sch["layers.0"].replace(Block())
-    with refused(sch, slapo.SlapoError, r"fc1.*left the schedule.*look it up again"):
-        old.shard("weight", 0)
-    with refused(sch, slapo.SlapoError, "left the schedule"):
-        sch.select("layers.**").replace(lambda path, module: nn.Identity())
-    sch["layers.0.fc1"].shard("weight", 0)
 
 
 def test_ties_are_seen_where_the_root_has_a_path() -> None:
@@ -314,38 +267,6 @@ def test_what_it_changed_before_it_failed_is_undone() -> None:
         assert fingerprint(sch) == before
 
 
-def named(name: Any) -> type[Primitive]:
-    class Mine(Primitive):
-        @staticmethod
-        def apply(sch: Schedule) -> None:
-            """Nothing."""
-
-    Mine.name = staticmethod(lambda: name)  # type: ignore[method-assign]
-    return Mine
-
-
-@pytest.mark.parametrize(
-    ("thing", "error", "message"),
-    [
-        *(
-            (named(name), ValueError, f"'{name}' is taken by")
-            for name in ("shard", "find", "mod", "metadata", "history", "select")
-        ),
-        *(
-            (named(name), ValueError, "cannot be the name of a method")
-            for name in ("", "a b", "_hidden", 3, None)
-        ),
-        *(
-            (thing, TypeError, "not a class derived from slapo.Primitive")
-            for thing in (int, nn.Module, print, 3)
-        ),
-    ],
-)
-def test_what_cannot_be_registered(thing: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        slapo.register_primitive()(thing)
-
-
 # --- the record ------------------------------------------------------------------------------
 def scheduled(axis: int = 0) -> Schedule:
     sch = slapo.create_schedule(Stack())
@@ -396,34 +317,20 @@ def test_a_copy_of_a_schedule_is_one_over_a_copy_of_the_model() -> None:
     new["1"].replace(nn.GELU())
     assert isinstance(model[1], nn.ReLU)
     assert (len(sch.history), len(new.history)) == (2, 3)
-    with pytest.raises(slapo.SlapoError, match=r"is part of a schedule and cannot be copied alone"):
-        copy.deepcopy(sch["0"])
 
 
 # --- a second schedule over one model ----------------------------------------------------------
-def test_a_model_that_was_scheduled_before_is_told() -> None:
-    model = Stack()
-    slapo.create_schedule(model)  # nothing was applied
-    sch = slapo.create_schedule(model)
-    sch["layers.0"].checkpoint()
-    sch["head"].shard("weight", axis=0)
-    with pytest.warns(UserWarning, match="was scheduled before") as caught:
-        slapo.create_schedule(model)
-    text = str(caught[0].message)
-    assert "this Stack" in text
-    assert '2 primitives, the first sch["layers.0"].checkpoint()  # ' in text
-    assert "copy.deepcopy(model)" in text
-    assert caught[0].filename == __file__
 
 
-def test_so_is_one_whose_root_was_traced() -> None:
+def test_a_model_whose_root_was_traced_is_told() -> None:
     model = nn.Sequential(Block(), nn.ReLU())
     sch = slapo.create_schedule(model)
     sch.trace(leaf_modules=["Block"])
     assert sch.mod is model
     for root in (sch.mod, copy.deepcopy(sch).mod):
-        with pytest.warns(UserWarning, match="1 primitive,"):
+        with pytest.warns(UserWarning, match="1 primitive,") as caught:
             slapo.create_schedule(root)
+        assert caught[0].filename == __file__
 
 
 def test_copies_can_be_scheduled_again_and_again() -> None:
@@ -466,10 +373,6 @@ def test_a_group_without_this_process(pair: None) -> None:
 def test_meshes() -> None:
     with fake_world(8, 5):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
-        with pytest.raises(
-            ValueError, match=r"mesh of 2 dimensions \('dp', 'tp'\).*mesh\[\"tp\"\]"
-        ):
-            slapo.create_schedule(nn.ReLU(), group=mesh)
         sch = slapo.create_schedule(nn.Sequential(nn.ReLU()), group=mesh["tp"])
         assert (sch.rank, sch.world_size) == (1, 4)
         assert (sch["0"].rank, sch["0"].world_size) == (1, 4)

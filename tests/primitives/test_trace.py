@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 import slapo
-from tests.fingerprint import fingerprint, refused
+from tests.fingerprint import fingerprint
 from tests.primitives.models import Block, DataDependent, Stack
 
 X = torch.randn(3, 4)
@@ -57,18 +57,6 @@ def test_modules_that_are_not_traceable_are_leaves() -> None:
     sch = slapo.create_schedule(nn.Sequential(Sealed()))
     sch.trace(flatten=True)
     assert targets(sch) == ["0"]
-    with pytest.warns(UserWarning, match="traceable = False"):
-        assert sch["0"].trace() is False
-
-
-def test_primitives_after_a_trace() -> None:
-    sch = slapo.create_schedule(Stack(2))
-    sch.trace(recursive=False)
-    sch["layers.0"].replace(nn.Identity())
-    sch["layers.1.fc1"].replace(nn.Linear(4, 8))
-    sch["layers.1"].checkpoint()
-    sch["head"].shard("weight", 0)
-    assert sch.mod(X).shape == (3, 4)
 
 
 @pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
@@ -116,12 +104,6 @@ def test_a_capture_of_what_was_fused(compiler: str | None) -> None:
     layer.fuse([found], compiler=compiler)
     assert sch.trace_until("", tracer="huggingface", example_inputs=x)
     torch.testing.assert_close(sch.mod(x), expected)
-
-
-def test_trace_until_has_no_tracer_of_flat_graphs() -> None:
-    sch = slapo.create_schedule(outer())
-    with refused(sch, ValueError, "unknown tracer 'dynamo'"):
-        sch.trace_until("body", tracer="dynamo")
 
 
 def test_a_trace_until_that_fails_changes_nothing() -> None:

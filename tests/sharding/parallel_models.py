@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slapo import Schedule
+from slapo import Schedule, call_module
 from slapo.op import FlashAttention
 from slapo.sharding.collectives import reduce_from_group
 from slapo.sharding.vocab import masked
@@ -32,37 +32,8 @@ class Mlp(nn.Module):
         return self.fc2(self.act(self.fc1(x)))
 
 
-class Holder(nn.Module):
-    """A root around one module, so that the module has a parent."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sin(self.inner(x)) + 1
-
-
-class HfAttention(nn.Module):
-    """GPT-2's attention: one packed Conv1D for query, key and value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from transformers.pytorch_utils import Conv1D
-
-        self.c_attn = Conv1D(3 * 16, 16)
-        self.c_proj = Conv1D(16, 16)
-        self.num_heads = 4
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.c_attn(x).chunk(3, -1)
-        q, k, v = (p.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for p in parts)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.c_proj(mixed.transpose(1, 2).flatten(2))
-
-
 class Gpt2(nn.Module):
-    """The model of Transformers, as it comes."""
+    """The model of Transformers, as it comes: with a packed Conv1D for query, key and value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,8 +181,27 @@ def twice() -> nn.Module:
 
 
 # --- schedules -------------------------------------------------------------------------------
+def then(*steps: Callable[[Schedule], Any]) -> Callable[[Schedule], None]:
+    """One schedule after the other."""
+
+    def schedule(sch: Schedule) -> None:
+        for step in steps:
+            step(sch)
+
+    return schedule
+
+
 def column(sch: Schedule, path: str, **cut: Any) -> Schedule:
-    return sch[path].shard("weight", axis=0, **cut).shard("bias", axis=0, **cut)
+    node = sch[path].shard("weight", axis=0, **cut)
+    return node if node.mod.bias is None else node.shard("bias", axis=0, **cut)
+
+
+def traced(sch: Schedule) -> None:
+    assert sch.trace()
+
+
+def summed(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    return reduce_from_group(output, None)
 
 
 def gathered(node: Schedule, axis: int = -1) -> None:
@@ -224,11 +214,6 @@ def mlp_pair(sch: Schedule, **cut: Any) -> None:
     sch["fc2"].shard("weight", axis=1, **cut).sync("fwd_post", "all_reduce")
 
 
-def mlp_without_bias(sch: Schedule) -> None:
-    sch["fc1"].shard("weight", 0).sync("bwd_post", "all_reduce")
-    sch["fc2"].shard("weight", -1).sync("fwd_post", "all_reduce")
-
-
 def mlp_reduced_by_parent(sch: Schedule) -> None:
     mlp = sch["inner"]
     column(mlp, "fc1")
@@ -236,32 +221,16 @@ def mlp_reduced_by_parent(sch: Schedule) -> None:
     mlp.sync("bwd_post", "all_reduce").sync("fwd_post", "all_reduce")
 
 
-def mlp_reduced_by_hook(sch: Schedule) -> None:
+def mlp_reduced_by_hook(sch: Schedule, is_registered: bool = False) -> None:
     column(sch, "fc1").sync("bwd_post", "all_reduce")
-
-    def hook(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
-        return reduce_from_group(output, sch.group)
-
-    sch["fc2"].shard("weight", axis=1).sync("fwd_post", hook)
-
-
-def mlp_reduced_by_registered_hook(sch: Schedule) -> None:
-    column(sch, "fc1").sync("bwd_post", "all_reduce")
-    sch["fc2"].shard("weight", axis=1)
-    sch["fc2"].mod.register_forward_hook(lambda m, i, out: reduce_from_group(out, sch.group))
+    fc2 = sch["fc2"].shard("weight", axis=1)
+    fc2.mod.register_forward_hook(summed) if is_registered else fc2.sync("fwd_post", summed)
 
 
 def mlp_synced_before_sharded(sch: Schedule) -> None:
     sch["fc1"].sync("bwd_post", "all_reduce")
     column(sch, "fc1")
     sch["fc2"].sync("fwd_post", "all_reduce").shard("weight", axis=1)
-
-
-def mlp_checkpointed(sch: Schedule) -> None:
-    """Wrapped before one is sharded and after the other is."""
-    sch["fc2"].checkpoint()
-    mlp_pair(sch)
-    sch["fc1"].checkpoint()
 
 
 def mlp_fused(sch: Schedule) -> None:
@@ -273,26 +242,9 @@ def mlp_fused(sch: Schedule) -> None:
     sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
 
 
-def mlp_traced(sch: Schedule) -> None:
-    mlp_pair(sch)
-    assert sch.trace()
-
-
-def mlp_sharded_after_trace(sch: Schedule) -> None:
-    assert sch.trace()
-    mlp_pair(sch)
-
-
-def mlp_traced_checkpoint(sch: Schedule) -> None:
-    """Layers inside of checkpointed operations are sharded by their names as ever."""
-    sch.checkpoint(sch.find(lambda x: F.gelu(_call("fc1", x))))
-    mlp_pair(sch)
-
-
-def _call(pattern: str, x: Any) -> Any:
-    import slapo
-
-    return slapo.call_module(pattern, x)
+def checkpointed_operations(sch: Schedule) -> None:
+    """Layers inside of them are sharded by their names as ever."""
+    sch.checkpoint(sch.find(lambda x: F.gelu(call_module("fc1", x))))
 
 
 def mlp_scattered(sch: Schedule, axis: int) -> None:
@@ -533,16 +485,22 @@ CASES: dict[str, Case] = {
     "gathered states read by several blocks": Case(ReadTwice, gathered_and_read_twice, X),
     "column-row": Case(Mlp, mlp_pair, X),
     "column-row, 2-D input": Case(Mlp, mlp_pair, activations(BATCH, HIDDEN)),
-    "column-row without bias": Case(lambda: Mlp(bias=False), mlp_without_bias, X),
-    "row reduced by its parent": Case(lambda: Holder(Mlp()), mlp_reduced_by_parent, X),
+    "column-row without bias": Case(lambda: Mlp(bias=False), mlp_pair, X),
+    "row reduced by its parent": Case(
+        lambda: nn.Sequential(OrderedDict(inner=Mlp(), act=nn.Tanh())), mlp_reduced_by_parent, X
+    ),
     "row reduced by a hook": Case(Mlp, mlp_reduced_by_hook, X),
-    "row reduced by a registered hook": Case(Mlp, mlp_reduced_by_registered_hook, X),
+    "row reduced by a registered hook": Case(
+        Mlp, partial(mlp_reduced_by_hook, is_registered=True), X
+    ),
     "sync before shard": Case(Mlp, mlp_synced_before_sharded, X),
-    "checkpointed": Case(Mlp, mlp_checkpointed, X),
+    "checkpointed, before one is sharded and after the other is": Case(
+        Mlp, then(lambda s: s["fc2"].checkpoint(), mlp_pair, lambda s: s["fc1"].checkpoint()), X
+    ),
     "fused, then sharded": Case(Mlp, mlp_fused, X),
-    "traced": Case(Mlp, mlp_traced, X),
-    "sharded after a trace": Case(Mlp, mlp_sharded_after_trace, X),
-    "checkpointed operations": Case(Mlp, mlp_traced_checkpoint, X),
+    "traced": Case(Mlp, then(mlp_pair, traced), X),
+    "sharded after a trace": Case(Mlp, then(traced, mlp_pair), X),
+    "checkpointed operations": Case(Mlp, then(checkpointed_operations, mlp_pair), X),
     "row scattered by channels": Case(lambda: Mlp(out=HIDDEN), partial(mlp_scattered, axis=-1), X),
     "row scattered by samples": Case(Mlp, partial(mlp_scattered, axis=0), EVEN_BATCH),
     "row reduced, then scattered": Case(Mlp, mlp_reduced_then_scattered, EVEN_BATCH),
@@ -550,7 +508,6 @@ CASES: dict[str, Case] = {
     "column gathered for parts": Case(lambda: Mlp(out=HIDDEN), column_gathered_in_parts, X),
     "row with a resharded input": Case(Mlp, row_with_resharded_input, X),
     "one layer at two places": Case(twice, shared_layer, X),
-    "Conv1D, packed": Case(HfAttention, hf_attention, WIDER),
     "FlashAttention": Case(lambda: FlashAttention(16, 4, causal=True), flash_attention, WIDER),
     "FlashAttention, packed": Case(
         lambda: FlashAttention(16, 4, fused_qkv=True, causal=True), flash_attention, WIDER

@@ -18,13 +18,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import slapo
-from slapo.primitives import base
 from tests.distributed import Job
+from tests.graph.served import make
 
 on_two_ranks = Job(2)
 
@@ -44,18 +43,13 @@ class MLP(nn.Module):
         return self.fc2(F.gelu(self.fc1(x)))
 
 
-class OwnLinear(nn.Module):
-    """Its bias has another name than torch's."""
+class Scaled(nn.Module):
+    """Its second parameter is no bias."""
 
     def __init__(self) -> None:
         super().__init__()
         self.w, self.b = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.w, self.b)
-
-
-class Scaled(OwnLinear):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.w) * self.b
 
@@ -66,30 +60,9 @@ def pair(sch: slapo.Schedule) -> slapo.Schedule:
     return sch
 
 
-def gathers_after_a_sum(sch: slapo.Schedule) -> None:
-    fc1 = sch["fc1"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
-    fc1.sync("fwd_pre", "all_gather", axis=1)
-
-
-def gathers_and_slices(sch: slapo.Schedule) -> None:
-    sch["fc1"].shard("weight", 0).shard("bias", 0).sync("fwd_pre", "SR->RR")
-
-
 def gathers_and_sums(sch: slapo.Schedule) -> None:
-    gathers_and_slices(sch)
-    sch["fc1"].sync("bwd_post", "all_reduce")
-
-
-def sums_a_whole_gradient(sch: slapo.Schedule) -> None:
-    sch["fc2"].sync("bwd_post", "all_reduce")
-
-
-def tags_a_slice(sch: slapo.Schedule) -> None:
-    sch["fc1"].shard("weight", 0).annotate("weight", "partial_grad", True)
-
-
-def slices_what_is_tagged(sch: slapo.Schedule) -> None:
-    sch["fc1"].annotate("weight", "partial_grad", True).shard("weight", 0)
+    fc1 = sch["fc1"].shard("weight", 0).shard("bias", 0).sync("fwd_pre", "SR->RR")
+    fc1.sync("bwd_post", "all_reduce")
 
 
 def puts_another_around_the_slices(sch: slapo.Schedule) -> None:
@@ -99,58 +72,38 @@ def puts_another_around_the_slices(sch: slapo.Schedule) -> None:
     sch["fc2"].replace(new)
 
 
-def adds_its_bias_often(sch: slapo.Schedule) -> None:
-    sch["fc2"].replace(OwnLinear())
-    sch["fc2"].shard("w", 1).sync("fwd_post", "all_reduce")
-
-
 def says_what_is_no_bias(sch: slapo.Schedule) -> None:
     sch["fc2"].replace(Scaled())
     sch["fc2"].shard("w", 1).sync("fwd_post", "all_reduce").annotate("b", "partial_grad", True)
 
 
-REFUSED: dict[Callable[[slapo.Schedule], None], str] = {
-    gathers_after_a_sum: "would sum the gradients of the ranks' own inputs",
-    gathers_and_slices: "but only slices the gradient, which is partial on each rank",
-    sums_a_whole_gradient: "the full gradient would be counted once per rank",
-    tags_a_slice: "each rank has a different slice, with a complete gradient",
-    slices_what_is_tagged: "is annotated as partial_grad, which would add up the gradients of",
-    adds_its_bias_often: "no shard rule covers OwnLinear, whose output is reduced and whose",
-}
-
-
-ACCEPTED = (gathers_and_sums, says_what_is_no_bias, puts_another_around_the_slices)
+def sums_what_has_no_parameter(sch: slapo.Schedule) -> None:
+    sch["fc2"].replace(nn.Identity())
+    sch["fc2"].sync("fwd_post", "all_reduce")
 
 
 @on_two_ranks
-def what_trains_something_else_is_refused(rank: int, world: int) -> None:
-    for schedule, text in [*REFUSED.items(), *((each, "") for each in ACCEPTED)]:
+def what_looks_like_a_mistake_and_is_none(rank: int, world: int) -> None:
+    """Beside the mistakes of ``golden/mistakes/build_on_two_ranks.txt``."""
+    for schedule in (
+        gathers_and_sums,
+        says_what_is_no_bias,
+        puts_another_around_the_slices,
+        sums_what_has_no_parameter,
+    ):
         sch = slapo.create_schedule(MLP())
-        try:
-            schedule(sch)
-            slapo.build(sch)
-            found = ""
-        except (ValueError, slapo.SlapoError) as error:
-            found = str(error)
-        assert (text in found) if text else not found, (schedule.__name__, found)
+        schedule(sch)
+        slapo.build(sch)
 
 
 # --- what the bias of a layer by rows shares ----------------------------------------------------
-class SharedBias(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 4)
-        self.c.bias = self.b.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
-
-
 @on_two_ranks
 def a_bias_that_another_module_has_too(rank: int, world: int) -> None:
     torch.manual_seed(0)
-    model, reference = SharedBias(), SharedBias()
-    reference.load_state_dict(model.state_dict())
+    layers = {"a": nn.Linear(4, 8), "b": nn.Linear(8, 4), "c": nn.Linear(4, 4)}
+    model: Any = make(lambda s, x: s.c(torch.tanh(s.b(torch.tanh(s.a(x))))), **layers)
+    model.c.bias = model.b.bias
+    reference = copy.deepcopy(model)
     sch = slapo.create_schedule(model)
     sch["a"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
     sch["b"].shard("weight", 1).sync("fwd_post", "reduce_scatter", axis=1)
@@ -210,7 +163,7 @@ def inputs_in_objects_and_by_keyword(rank: int, world: int) -> None:
         (lambda x: BaseModelOutput(last_hidden_state=x), lambda state: state.last_hidden_state),
         (lambda x: [State(x), 1], lambda state: state[0].hidden),
     ]
-    for make, read in [*kinds, (Opaque, lambda state: state.hidden)]:
+    for wrap, read in [*kinds, (Opaque, lambda state: state.hidden)]:
         model = Reads(read)
         reference = copy.deepcopy(model)
         x, y = (torch.ones(2, 4).requires_grad_() for _ in range(2))
@@ -219,13 +172,13 @@ def inputs_in_objects_and_by_keyword(rank: int, world: int) -> None:
         sch["fc2"].shard("weight", 1).sync("fwd_post", "all_reduce")
         sch.sync("bwd_post", "all_reduce")
         slapo.build(sch)
-        if make is Opaque:
+        if wrap is Opaque:
             text = r"the call has no tensor argument, in \['Opaque'\]; put the sync on"
             with pytest.raises(TypeError, match=text):
-                model(make(x))
+                model(wrap(x))
             continue
-        model(make(x)).square().sum().backward()
-        reference(make(y)).square().sum().backward()
+        model(wrap(x)).square().sum().backward()
+        reference(wrap(y)).square().sum().backward()
         assert_close(x.grad, y.grad, rtol=0, atol=1e-5)
     sch = slapo.create_schedule(Keywords())
     sch.sync("fwd_pre", "all_gather", axis=0, tensor_parallel_output_grad=False)
@@ -235,88 +188,15 @@ def inputs_in_objects_and_by_keyword(rank: int, world: int) -> None:
         named = slapo.create_schedule(cls()).sync("fwd_pre", "RS->RR", argument="memory").mod
         shapes.append(named(x=torch.ones(2, 4), memory=torch.ones(2, 2)).shape[-1])
     shapes.append(named(torch.ones(2, 4), torch.ones(2, 2)).shape[-1])
-    with pytest.raises(ValueError, match=r"fwd_pre RS->RR: argument has \['masks'\]"):
-        slapo.create_schedule(Places()).sync("fwd_pre", "RS->RR", argument="masks")
     assert shapes == [2, 2, 4, 4, 4]
 
 
-# --- modules that are not called ------------------------------------------------------------------
-def test_containers_take_no_hooks() -> None:
-    sch = slapo.create_schedule(nn.ModuleDict({"d": nn.ModuleDict({"a": nn.Linear(2, 2)})}))
-    for act in (
-        lambda: sch["d"].sync("bwd_post", "all_reduce"),
-        lambda: sch["d"].checkpoint(),
-        lambda: sch["d"].fork_rng(),
-    ):
-        with pytest.raises(ValueError, match=r"ModuleDict has no forward.*children: \['a"):
-            act()
-    assert not sch.history
-
-
-class HasMod(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mod = nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mod(x)
-
-
-def test_a_name_that_a_wrapper_would_hide() -> None:
-    sch = slapo.create_schedule(nn.Sequential(HasMod()))
-    with pytest.raises(
-        ValueError, match="HasMod has an attribute 'mod', which the wrapper's own 'mod'"
-    ):
-        sch["0"].checkpoint()
-    sch["0.mod"].checkpoint()
-
-
 # --- around the model ----------------------------------------------------------------------------
-@on_two_ranks
-def ddp_over_a_model_that_was_not_built(rank: int, world: int) -> None:
-    uneven = slapo.create_schedule(nn.Linear(2, 3, bias=False))
-    uneven.shard("weight", 0, uneven=True)
-    for model in (pair(slapo.create_schedule(MLP())).mod, uneven.mod):
-        text = r"would treat the ranks \[0, 1\] as replicas, but this model is sharded"
-        with pytest.raises(slapo.SlapoError, match=text):
-            DistributedDataParallel(model)
-    DistributedDataParallel(nn.Linear(2, 2))
 
 
 def test_a_model_that_is_wrapped_already() -> None:
     with pytest.raises(TypeError, match=r"is a DataParallel already.*schedule the model itself"):
         slapo.create_schedule(nn.DataParallel(MLP()))
-
-
-def replaced() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = MLP()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sch = slapo.create_schedule(model)
-    sch["fc1"].replace(nn.Linear(4, 8))
-    return slapo.build(sch)[0], optimizer
-
-
-def made_later() -> tuple[nn.Module, torch.optim.Optimizer]:
-    with slapo.init_empty_weights():
-        model = MLP()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return slapo.build(slapo.create_schedule(model))[0], optimizer
-
-
-@pytest.mark.parametrize("make", [replaced, made_later])
-def test_an_optimizer_of_parameters_that_are_gone(
-    make: Callable[[], tuple[nn.Module, torch.optim.Optimizer]],
-) -> None:
-    model, optimizer = make()
-    model(torch.ones(2, 4)).sum().backward()
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(
-        slapo.SlapoError, match=r"SGD was created before.*\['fc1.weight', 'fc1.bias"
-    ):
-        optimizer.step()
-    assert_close(model.state_dict(), before, rtol=0, atol=0)
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    assert not torch.equal(model.state_dict()["fc1.weight"], before["fc1.weight"])
 
 
 def test_optimizers_of_what_was_taken_out_go_on() -> None:
@@ -342,17 +222,6 @@ def test_primitives_after_build(caplog: pytest.LogCaptureFixture) -> None:
     slapo.build(sch)
     sch["fc1"].checkpoint()
     assert 'sch["fc1"].checkpoint() after slapo.build: it was not checked' in caplog.text
-    slapo.build(
-        sch,
-        target="torch",
-        mesh=slapo.init_mesh(device="cpu"),
-        loss_fn=F.mse_loss,
-        optimizer=torch.optim.SGD,
-    )
-    with pytest.raises(
-        slapo.SlapoError, match="was built for target='torch', whose engine already holds"
-    ):
-        sch["fc2"].checkpoint()
 
 
 # --- undone --------------------------------------------------------------------------------------
@@ -365,23 +234,6 @@ def freeze(param: nn.Parameter) -> None:
 def watch(param: nn.Parameter) -> None:
     param.register_hook(lambda grad: 0 * grad)
     param.register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
-
-
-@pytest.fixture
-def fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A primitive that fails after what it is told to do."""
-
-    class Fails(slapo.Primitive):
-        @staticmethod
-        def name() -> str:
-            return "fails"
-
-        @staticmethod
-        def apply(sch: Any, act: Callable[[Any], None]) -> None:
-            act(sch)
-            raise ValueError("no")
-
-    monkeypatch.setitem(base._REGISTRY, "fails", Fails)
 
 
 @pytest.mark.parametrize("act", [freeze, watch])
@@ -450,16 +302,10 @@ def test_a_group_ends_when_it_is_destroyed() -> None:
         model(torch.ones(2, 4))
 
 
-def test_the_module_of_a_node_is_no_slot() -> None:
-    sch = slapo.create_schedule(MLP())
-    with pytest.raises(AttributeError, match=r'put another module there with sch\["fc1"\].replace'):
-        sch["fc1"].mod = nn.Linear(4, 8)  # type: ignore[assignment]
-
-
 def test_a_schedule_is_copied_deeply_only() -> None:
     sch = slapo.create_schedule(MLP())
+    assert repr(copy.deepcopy(sch)) == repr(sch)
     with pytest.raises(TypeError, match=r"use copy.deepcopy\(sch\)"):
         copy.copy(sch)
     with pytest.raises(TypeError, match="is not iterable"):
         list(sch)
-    assert repr(copy.deepcopy(sch)) == repr(sch)
