@@ -128,9 +128,6 @@ def test_compile_with_checkpoints_and_hooks() -> None:
         torch.testing.assert_close(grad, torch.autograd.grad(expected.sum(), x)[0])
 
 
-# --- fork_rng --------------------------------------------------------------------------------
-
-
 # --- decompose -------------------------------------------------------------------------------
 def test_decompose_keeps_objects_values_and_hooks() -> None:
     model = nn.Sequential(nn.Linear(4, 3))
