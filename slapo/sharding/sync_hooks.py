@@ -160,23 +160,21 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 def input_names(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of the positional and of the keyword-only parameters of a module's forward."""
+    # Dynamo would warn at each compilation that it traces a cached function, and not its cache.
+    names_of = _names_of if torch.compiler.is_compiling() else _cached_names
     if "forward" in module.__dict__:
-        return _names_of(module.forward)
-    positional, keywords = _names_of(type(module).forward)
+        return names_of(module.forward)
+    positional, keywords = names_of(type(module).forward)
     return positional[1:], keywords
 
 
-# Dynamo would warn at each compilation that it traces a cached function, and not its cache.
-@torch.compiler.assume_constant_result
 def _names_of(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of positional and of keyword-only parameters."""
-    return _read_names(function)
-
-
-@functools.lru_cache(maxsize=256)
-def _read_names(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     found: tuple[list[str], list[str]] = ([], [])
     for p in inspect.signature(function).parameters.values():
         if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
             found[p.kind is p.KEYWORD_ONLY].append(p.name)
     return tuple(found[0]), tuple(found[1])
+
+
+_cached_names = functools.lru_cache(maxsize=256)(_names_of)

@@ -185,7 +185,7 @@ def two_collectives_and_none_in_the_backward_pass(rank: int, ranks: int) -> None
     with Meter() as meter:
         losses = ParallelCrossEntropy()(logits, torch.tensor([0, 5, 6, 11, -100]), vocab_size=12)
         losses.sum().backward()
-    assert [each.name for each in meter.collectives] == ["allreduce", "allreduce"]
+    assert [each.name for each in meter.collectives] == ["all_reduce", "all_reduce"]
 
 
 @on_both(*itertools.product((torch.float32, torch.bfloat16), (8, 100)))
