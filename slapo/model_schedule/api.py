@@ -108,6 +108,7 @@ def apply_schedule(
     own = None if isinstance(key, Recipe) or key in (AUTO, DRAFT) else schedule_of(key)
     if own is not None:
         given = {"model_config": model_config, "prefix": prefix, "group": group, "mesh": mesh}
+        # Functions of users need not declare arguments that the caller left at their defaults.
         said = {name: value for name, value in given.items() if value not in (None, "")}
         return own(model, **said, **options)
     checked = _options(key, options)
@@ -127,6 +128,7 @@ def _recipe(key: str, sch: Schedule, base: str, config: Any, options: Options) -
     known = family_recipe(config) if key == AUTO else None
     if known is not None:
         return known
+    # One rank shards nothing, so the forward pass and the proof of a draft would be wasted.
     if key == AUTO and sch.world_size == 1:
         return recipe_of_layers(sch.mod, base)
     if key in (AUTO, DRAFT):
@@ -152,6 +154,7 @@ def _is_foreign(key: str | Recipe, config: Any) -> bool:
 def _check_config(model: Any, given: Any, text: Any, recipe: Recipe) -> None:
     """Refuse a config that differs from the model's: head counts would be wrong."""
     own = getattr(model, "config", None)
+    # The check runs on the text part: a multimodal config keeps head counts in a nested config.
     if own is None or own is given:
         return
     names = [*recipe.counts.split(), *recipe.key_value_heads.split()]

@@ -49,6 +49,8 @@ def apply_recipe(
     job = _RecipeRun(sch, recipe, options, config, prefix, is_foreign)
     job.check()
     model: Any = sch.mod
+    # The choice of attention is stored in the config, an object that a snapshot of the modules
+    # keeps by reference.
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     try:
         with restored_on_error(sch):
@@ -73,9 +75,12 @@ class _RecipeRun:
     ) -> None:
         self.sch, self.options, self.config = sch, options, config
         self.base = sch[prefix] if prefix else sch
+        # Encoder-only models of a family lack its decoder; checks and splits then never see that
+        # stack.
         present = [s for s in recipe.stacks if not s.optional or has_layers(self.base, s)]
         self.recipe = replace(recipe, stacks=tuple(present))
         self.prefix = prefix
+        # A base model without a head has none of these paths, and keeps "".
         self.head = next((path for path in recipe.heads.split() if path in sch), "")
         self.parallel = sch.world_size > 1
         #: The recipe may be wrong for this model and must be proved.
@@ -96,6 +101,8 @@ class _RecipeRun:
         if self.options.fused_loss:
             check_loss(self.sch.mod, self.head, "fused_loss")
             check_fused(self.sch.mod, self.config)
+        # With stages the engine computes the loss by the caller's loss_fn, so the model's own is
+        # free.
         elif self.splits_loss and self.options.pipeline_cuts is None:
             check_loss(self.sch.mod, self.head, "gather_logits=False")
         if self.options.pipeline_cuts is not None:
@@ -111,6 +118,8 @@ class _RecipeRun:
         self.cast()
         self.kernels()
         if self.parallel:
+            # The check runs in each call, as set_random_seed() may come any time before the first
+            # step.
             for layer in self.all_layers() if dropouts(self.config) else ():
                 layer.sync("fwd_pre", tensor_parallel.require_seed)
             self.split_layers()
@@ -144,6 +153,8 @@ class _RecipeRun:
                 check_available(name)
                 self.recipe.attention(self.base, name)
             else:
+                # "auto" may keep the model's own attention. Over ranks this must draw nothing,
+                # since its dropout does not fork the random state.
                 is_used = use_backend(self.sch, name, required=name != "auto")
                 if self.parallel and not is_used:
                     check_own_dropout(self.config, "the model keeps its own attention")
@@ -161,6 +172,8 @@ class _RecipeRun:
         stacks = list(zip(self.recipe.stacks, self.layers(), strict=True))
         split(self.base, self.recipe, stacks, self.spreads, in_stages)
         for stack in self.recipe.stacks:
+            # Every layer's cross attention adds a partial gradient to the one tensor that all of
+            # them read, so one sum at the stack replaces a sum in each layer.
             if stack.reads and not in_stages:
                 path, _, name = stack.reads.partition(":")
                 self.base[path].sync("bwd_post", "all_reduce", argument=[name])
@@ -175,6 +188,8 @@ class _RecipeRun:
 
     def again(self, sch: Schedule) -> None:
         """Apply the same split to another model, whose outputs can be compared."""
+        # Only the split remains: a lower dtype would hide errors in rounding, and both models must
+        # return complete logits. ``check=False`` ends the recursion into this proof.
         options = replace(
             self.options,
             fp16=False,
@@ -195,6 +210,8 @@ class _RecipeRun:
             if path in self.base:
                 tensor_parallel.split_table(self.base[path])
         if self.head:
+            # A fused loss reads the sharded logits itself; the hook below gathers them without
+            # labels.
             gather = self.options.gather_logits and not self.options.fused_loss
             tensor_parallel.split_head(self.sch[self.head], gather)
             if self.options.fused_loss:
@@ -246,6 +263,8 @@ def inputs_for(sch: Schedule, options: Options, config: Any) -> dict[str, Any]:
     """Return the given example inputs, or inputs whose tokens can be sharded over the ranks."""
     if options.example_inputs is not None:
         return dict(options.example_inputs)
+    # Sharded tokens need a multiple of the ranks. At least six tokens, so that causal attention has
+    # several rows.
     length = sch.world_size * math.ceil(6 / sch.world_size)
     sizes: Any = {"batch": 2, "length": length, "decoder_length": length}
     return example_inputs(sch.mod, config=config, **sizes, device="cpu")
@@ -258,6 +277,7 @@ def chosen(paths: list[str], ratio: float, method: str) -> list[str]:
         count = 1
     if method == "head":
         return paths[:count]
+    # The midpoints of `count` equal intervals.
     return [paths[(2 * number + 1) * len(paths) // (2 * count)] for number in range(count)]
 
 

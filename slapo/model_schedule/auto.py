@@ -61,6 +61,7 @@ def lists_of_layers(base: nn.Module) -> list[str]:
     lists: dict[str, int] = {}
     for path, module in base.named_modules():
         within = any(path.startswith(f"{other}.") for other in lists)
+        # torch keeps the parametrizations of a tensor in a subclass of ModuleList.
         is_list = isinstance(module, nn.ModuleList) and not isinstance(module, ParametrizationList)
         kinds = {type(each) for each in module} if is_list else set()
         if kinds and nn.ModuleList not in kinds:  # in a list of lists, each is a stack
@@ -70,6 +71,7 @@ def lists_of_layers(base: nn.Module) -> list[str]:
 
 def _head(model: Any) -> str:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    # Loss heads and sharding by columns read a plain weight; other classes stay as they are.
     if type(head) is not nn.Linear:
         return ""
     return next((path for path, each in model.named_modules() if each is head), "")
@@ -83,6 +85,7 @@ def prove(sch: Schedule, inputs: Any, again: Callable[[Schedule], None], what: s
         check(sch, inputs)
     except PlacementError as error:
         said = error.args[0]
+        # The second model is made from the config. A fake process group moves no values.
         can_compare = hasattr(sch.mod, "config") and dist.get_backend(sch.group) != "fake"
         if can_compare and not error.is_certain:
             logger.info("auto: comparing outputs and gradients of %s, since %s", kind, said)
@@ -107,9 +110,12 @@ def _compare(
     if sum(tensor.nbytes for tensor in model.parameters()) > REAL_BYTES:
         text = config.get_text_config()
         layers = getattr(text, "num_hidden_layers", 0)
+        # A new model is built from the config, so its number of layers and lists per layer must
+        # agree.
         with suppress(NotImplementedError):  # from configs that count the layers of two stacks
             text.num_hidden_layers = min(2, layers)
             shorten_config(text, layers, range(min(2, layers)))
+    # The model is made and filled on the CPU, so no random state of an accelerator is saved.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # all ranks have to start with the same weights
         small = type(model)(config).train(model.training)

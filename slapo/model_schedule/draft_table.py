@@ -63,6 +63,8 @@ def _last(derivation: Derivation, within: str, path: str) -> str:
     """Return the path of the norm that takes the last layer's output and runs once, else ``""``."""
     nodes = derivation.found.nodes
     count = len(derivation.found.model.get_submodule(within + path))  # type: ignore[arg-type]
+    # Follows the last layer's output through modules that take nothing else, such as a dropout, up
+    # to the first norm. Recorded nodes are in order of execution, so one pass suffices.
     final, outputs = f"{within}{path}.{count - 1}", set[int]()
     for node in nodes:
         goes_on = bool(outputs) and outputs.issuperset(node.inputs)
@@ -70,6 +72,8 @@ def _last(derivation: Derivation, within: str, path: str) -> str:
             outputs |= set(node.outputs)
         elif node.kind == "entry" and goes_on and _is_norm(node.call.module):
             norm = node.call.path
+            # Sharded tokens are gathered behind this norm. A norm that also runs elsewhere would
+            # gather tokens that were never scattered.
             calls = {id(each.call) for each in nodes if each.call.path == norm}
             is_one = norm.startswith(within) and len(calls) == 1
             return norm.removeprefix(within) if is_one else ""
@@ -89,6 +93,7 @@ def _globbed(words: Mapping[str, str], every: list[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for path, said in words.items():
         pattern = numberless(path)
+        # Modules of a pattern without an entry count as different: the pattern would name them too.
         is_same = {words.get(each) for each in alike[pattern]} == {said}
         found[pattern if is_same else path] = said
     return found
@@ -105,6 +110,7 @@ class _Words:
     def by_path(self) -> dict[str, str]:
         """Return path -> words, in module order."""
         self._shards()
+        # Sums that ``rows`` stands for are gone by now; the others follow modules without a weight.
         for path in self.sums:
             self.said[path].append("sum")
         for path, axis in self.derivation.gathering.items():
@@ -127,6 +133,8 @@ class _Words:
             blocks_of = {leaf: self._blocks(owner, each) for leaf, (_, each) in tensors.items()}
             axes = {leaf: axis for leaf, (axis, _) in tensors.items()}
             dims = {slot.leaf: slot.tensor.dim() for slot in own_slots(module)}
+            # ``columns`` shards all tensors of the layer, so a layer with a replicated one is
+            # listed by tensor.
             own = {leaf: out if count > 1 else 0 for leaf, count in dims.items() if count}
             is_row = axes == {"weight": 1 - out} and type(module).__name__ in ROW_LAYERS
             if axes == own and len(set(blocks_of.values())) == 1:
@@ -152,6 +160,8 @@ class _Words:
         partial: defaultdict[str, list[str]] = defaultdict(list)
         seen: set[int] = set()
         for name, number in self.derivation.found.parameters.items():
+            # Tied parameters have one number and one gradient, which is summed once. Gradients of
+            # tables are summed by the vocabulary's own hooks.
             is_new = number in placed.partial and number not in seen
             if is_new and not self.derivation.is_of_vocabulary(name):
                 seen.add(number)
@@ -163,6 +173,8 @@ class _Words:
         divided: defaultdict[str, list[str]] = defaultdict(list)
         for path, name in self.derivation.divided:
             owner, _, leaf = path.rpartition(".")
+            # The config is shared by all layers. ``divide(config.x)`` copies it for the module
+            # above.
             if leaf == "config":
                 divided[owner].append(f"config.{name}")
             else:

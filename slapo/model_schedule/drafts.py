@@ -222,6 +222,7 @@ def _without_adapters(model: nn.Module) -> nn.Module:
     for path in adapted:
         owner, _, name = path.rpartition(".")
         setattr(plain.get_submodule(owner), name, plain.get_submodule(f"{path}.base_layer"))
+    # The derivation places sums of gradients by what requires one.
     for parameter in plain.parameters():  # PEFT has frozen them.
         if parameter.is_floating_point():
             parameter.requires_grad_(True)
@@ -236,6 +237,7 @@ def _refuse_unfit(model: nn.Module) -> None:
     found = {
         "scheduled": bool(history_of(model)),
         "wrapped or compiled": isinstance(model, wrappers),
+        # Packed integers have other shapes than the features that they encode.
         "quantized": not all(dtype.is_floating_point for dtype in dtypes),
         "given adapters": "peft" in kinds,
     }
@@ -283,9 +285,11 @@ def _draft(
     refused: set[str] = set()
     for _ in range(_TRIES):
         derivation = _derive(model, inputs, ranks, banned)
+        # Later attempts have fewer free axes, and end with nothing sharded instead of this error.
         if not banned:
             _refuse_unfit_ranks(derivation)
         # The paths of a recipe start at the base model.
+        # Ranks agree in every turn: each of them must leave the loop in the same one.
         while outside := agree(derivation.axes_below(base, outside=True)):
             given_up.append(f"{', '.join(outside)}: outside of the base model {base!r}")
             banned |= set(outside)
@@ -328,6 +332,7 @@ def _prove(
     model: nn.Module, recipe: Recipe, prove_copy: Callable[[nn.Module, Recipe], None]
 ) -> None:
     """Prove a recipe with few layers; if these are refused or fail, all layers decide."""
+    # A path with the number of a layer may name a layer that the small model lacks.
     if not any(part.isdigit() for path in recipe.splits for part in path.split(".")):
         small = blank_copy(model)
         if any(len(stack.kept) < len(stack.stand_ins) for stack in keep_few_layers(small)):
@@ -358,6 +363,7 @@ def _sharded_at(derivation: Derivation, path: str) -> str:
 
 def _apply(recipe: Recipe, sch: Schedule) -> None:
     config = text_config(getattr(sch.mod, "config", None))
+    # Kernels would replace modules that the table names. check=False, as the caller does the proof.
     apply_recipe(sch, recipe, Options(kernels=False, check=False), config, base_path(sch.mod, ""))
 
 
@@ -366,6 +372,7 @@ def blank_copy(model: nn.Module) -> nn.Module:
     tensors = [*model.parameters(), *model.buffers()]
     if sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= REAL_BYTES:
         return copy.deepcopy(model)
+    # deepcopy takes these tensors from its memo, and so never copies the weights.
     return copy.deepcopy(model, replacements(model, lambda tensor: tensor.detach().to("meta")))
 
 
@@ -385,6 +392,7 @@ def _count(derivation: Derivation) -> int:
 def _key(model: Any) -> str:
     kind = getattr(getattr(model, "config", None), "model_type", None)
     key = str(kind or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(model).__name__).lower())
+    # register_recipe() in the printed program refuses a key that is taken.
     return key if key not in recipe_keys() else f"drafted_{key}"
 
 

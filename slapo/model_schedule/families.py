@@ -24,6 +24,8 @@ def _cross_attention(config: Any) -> dict[str, str]:
     return {"tensor parallelism": why} if config.add_cross_attention else {}
 
 
+# Attention without ``divide`` views its projections as (..., -1, head_dim), which fits any number
+# of heads. Only attributes that a forward reads otherwise are divided.
 @register_recipe("bert", "roberta")
 def bert(config: Any) -> Recipe:
     """BERT and RoBERTa: encoders with the same layers under different names."""
@@ -95,6 +97,7 @@ def gpt_neo(config: Any) -> Recipe:
         "attn.attention": "divide(num_heads)",
         "attn.attention.q_proj attn.attention.k_proj attn.attention.v_proj": "columns",
         "attn.attention.out_proj": "rows",
+        # A module of the model's own attention; the replacing kernel draws by itself.
         "attn.attention.attn_dropout": "fork_rng",
         **_GPT_MLP,
     }
@@ -126,6 +129,8 @@ def opt(config: Any) -> Recipe:
         "self_attn": "sum_grad(hidden_states), divide(num_heads)",
         "self_attn.q_proj self_attn.k_proj self_attn.v_proj": "columns",
         "self_attn.out_proj": "rows",
+        # Gathering merged dimensions permutes the tokens. An MLP treats each by itself, and
+        # ``rows`` scatters them in the same order.
         "fc1": "sum_grad(axis=0), columns",
         "fc2": "rows(axis=0)",
     }
@@ -212,6 +217,7 @@ def t5(config: Any) -> Recipe:
             path: "sum_grad",
             " ".join(f"{path}.{name}" for name in wide.split()): "columns",
             f"{path}.wo": "rows",
+            # This dropout acts between wi and wo, where each rank has features of its own.
             f"{path}.dropout": "fork_rng",
         }
 

@@ -63,6 +63,8 @@ def _keep_few(model: nn.Module, path: str, layers: nn.ModuleList, few: bool) -> 
     if len(kept) < len(layers):
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, nn.ModuleList(layers[n] for n in kept))
+        # ``num_hidden_layers`` may stay: Transformers slices the list of layers by it. Lists such
+        # as ``layer_types`` are indexed by a layer's position in the list.
         shorten_config(getattr(model, "config", None), len(layers), kept)
     return ReducedStack(path, kept, [kept.index(n) for n in stand_ins])
 
@@ -71,6 +73,7 @@ def _kind(layer: nn.Module) -> Any:
     plain = (bool, int, float, str, tuple, list, type(None), FunctionType, BuiltinFunctionType)
     parts = []
     for name, module in layer.named_modules():
+        # Functions count by identity: layers with different activations are of different kinds.
         values = {
             k: v for k, v in vars(module).items() if isinstance(v, plain) and k not in _PLACES
         }

@@ -27,7 +27,9 @@ def use_kernels(base: Schedule) -> None:
                 f"kernels: a {type(module).__name__} of the model has a patched forward, which "
                 "its replacement would drop; pass kernels=False, or patch it afterwards"
             )
+    # The order of a set differs between processes, and ranks must record the same primitives.
     for cls in sorted(classes, key=lambda each: each.__name__):
+        # A class of the user with such a name may compute something else.
         if cls.__name__ in _MAKERS and cls.__module__.startswith("transformers."):
             base.replace_all(cls, _MAKERS[cls.__name__])
 
@@ -119,6 +121,7 @@ def fuse_bias_gelu(layers: list[Schedule], where: str) -> None:
     path, _, linear = where.partition(":")
     for layer in layers:
         node = layer[path]
+        # A leaf of the trace hides its bias, so the layer becomes a product and a sum first.
         node[linear].decompose()
         if not node.trace(recursive=False):
             raise ValueError(f"{node.path!r} could not be traced; leave disable_fuse_bias_gelu out")

@@ -98,6 +98,7 @@ def own_loss(model: Any) -> OwnLoss | str:
     takes = inspect.signature(model.forward).parameters
     if "labels" not in takes or not any(name.endswith(_TOKENS) for name in names):
         return "takes no token labels"
+    # Transformers decorates forward methods; only the inner function shows the names that it uses.
     forward: Any = inspect.unwrap(type(model).forward)
     if "forward" in vars(model) or not forward.__module__.startswith("transformers."):
         return "has a custom forward, which may compute another loss"
@@ -249,6 +250,8 @@ def _check_untouched(module: nn.Module, layer: LossHead, loss: Tensor) -> None:
             f"{before:.6g}, but the model's is {after:.6g}; leave fused_loss out, or pass "
             "gather_logits=False on several ranks"
         )
+    # A factor leaves 0 and infinity as they are, so such a loss proves nothing and the next one is
+    # compared.
     if before not in (0.0, float("inf")) and before == before:
         layer.__dict__[_TOUCHED] = False
 
@@ -278,6 +281,7 @@ def put_split_loss(module: nn.Module, args: tuple[Any, ...], output: Any, *, hea
     each = token_losses(
         logits, targets.moved(), start, group_of(layer), ignore_index=targets.ignore_index
     )
+    # `each` is equal on all ranks, so a mean needs no further collective.
     loss = targets.mean(each.sum())
     if isinstance(output, tuple):
         return (_whole_loss(module, loss, output), *output)
@@ -324,12 +328,15 @@ def _taken(
     counted: bool,
 ) -> tuple[tuple[Any, ...], dict[str, Any], Targets | None]:
     """Return the call without its labels, and the targets made from them."""
+    # A positional argument may be the labels, so the call is mapped to names and back.
     names = list(inspect.signature(innermost(module).forward).parameters)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     labels = given.get("labels")
     if labels is None:
         return args, kwargs, None
+    # Without labels the model computes no loss of its own, which would need full logits.
     given["labels"] = None
+    # Removed from the call: the model would pass them on to a loss that it does not compute.
     loss = {name: given.pop(name, None) for name in _LOSS_ARGUMENTS}
     if not counted:  # the model accepts and ignores them
         loss = dict.fromkeys(loss)
@@ -338,6 +345,7 @@ def _taken(
     _feed_decoder(module, given, labels)
     new = tuple(given[name] for name, _ in zip(names, args, strict=False))
     left = {name: value for name, value in given.items() if name not in names[: len(args)]}
+    # The caller has shifted these labels, as data loaders of sharded sequences do.
     if moved is not None:
         return new, left, Targets(moved, False, count, ignored)
     return new, left, Targets(labels, shift, count, ignored)

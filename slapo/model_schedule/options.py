@@ -50,6 +50,7 @@ class Options:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
+            # A number or string would count as True, as in ``fp16="no"``.
             if isinstance(each.default, bool) and not isinstance(value, bool):
                 raise TypeError(f"{each.name} is {value!r}; pass True or False")
         if self.fp16 and self.bf16:
@@ -65,6 +66,7 @@ class Options:
                 f"checkpoint_method is {self.checkpoint_method!r}; pass one of {list(METHODS)}"
             )
         if self.attn_op_name is not None:
+            # The dataclass is frozen; aliases of a backend become its one name.
             object.__setattr__(self, "attn_op_name", known_backend(self.attn_op_name))
         if self.pipeline_cuts is not None:
             self._check_cuts()
@@ -199,6 +201,7 @@ def _check_names(base: Schedule, recipe: Recipe, options: Options, config: Any) 
 
 def _check_known(entries: list[Entry]) -> None:
     """Refuse parameters inside a sharded block that the recipe does not name."""
+    # An unnamed parameter inside would get a partial gradient on each rank, in silence.
     handled = {e.node.path for e in entries if not e.words or e.has(OF_PARAMETERS)}
     for node in (entry.node for entry in entries if entry.has(OF_ENTRIES)):
         names = [name for name, _ in node.mod.named_parameters()]
@@ -227,6 +230,7 @@ def _check_counts(config: Any, recipe: Recipe, ranks: int) -> None:
             raise ValueError(_unfit(name, count, ranks, list(_factors(count))))
     name = recipe.key_value_heads
     count = _count(config, name) if name else None
+    # With fewer heads than ranks, ranks % count == 0 ranks share one.
     if count and count % ranks and ranks % count:
         heads = getattr(config, recipe.counts.split()[0])
         fit = [n for n in _factors(heads) if count % n == 0 or n % count == 0]

@@ -103,6 +103,7 @@ def words_of(text: str) -> list[Word]:
     ['columns', 'sum']
     """
     try:
+        # Words have the syntax of Python's calls, so its parser gives nested arguments and errors.
         found = ast.parse(f"[{text}]", mode="eval").body.elts  # type: ignore[attr-defined]
     except SyntaxError as error:
         raise ValueError(f"{text!r} is not a list of words: {error.msg}") from None
@@ -178,6 +179,8 @@ def split(
             "or keep them by kernels=False and attn_op_name=None"
         )
     run = _Split(base, stacks, found, tokens, in_stages, proven=recipe.proven)
+    # Hooks run in the order of their registration. These gather before any word's pre-hook, and
+    # spread_tokens() below scatters after any word's post-hook.
     for block in run.wholes:
         block.sync("fwd_pre", "all_gather", axis=TOKENS, tensor_parallel_output_grad=False)
     for later in (False, True):
@@ -245,6 +248,8 @@ class _Split:
                 self.gathered.append(node.path)
         elif name == "whole":
             axis = ast.literal_eval(word.arguments[0])
+            # What follows runs alike on every rank, so each has the whole gradient of the gathered
+            # input: its own slice suffices, and a sum would multiply it by the ranks.
             node.sync("fwd_pre", "all_gather", axis=axis, tensor_parallel_output_grad=False)
             node.sync("fwd_post", "scatter", axis=axis)
         elif name == "sum_output_grad":
@@ -319,9 +324,11 @@ def _blocks(node: Schedule, arguments: list[ast.expr]) -> Any:
 def _divide(node: Schedule, names: list[str]) -> None:
     own = [name for name in names if not name.startswith("config.")]
     for name in own:
+        # `whole` lets set() divide by the ranks and refuse a remainder.
         node.set(name, whole=getattr(node.mod, name))
     of_config = [name.removeprefix("config.") for name in names if name not in own]
     if of_config:
+        # All layers and the model share one config.
         config = copy.copy(node.mod.config)
         for name in of_config:
             setattr(config, name, getattr(config, name) // node.world_size)
@@ -349,6 +356,7 @@ def number_of(node: Schedule, formula: ast.expr) -> int:
 
 def value_of(formula: ast.expr, around: list[nn.Module]) -> int:
     """Evaluate a formula; names are attributes of the nearest module that has them."""
+    # Not eval(): a table may come from a printed draft, and names refer to several modules.
     if isinstance(formula, ast.BinOp) and type(formula.op) in _OPERATORS:
         left, right = (value_of(each, around) for each in (formula.left, formula.right))
         return _OPERATORS[type(formula.op)](left, right)

@@ -36,6 +36,9 @@ def even_cuts(costs: Sequence[float], stages: int) -> list[int]:
         raise ValueError(
             f"{len(costs)} layers cannot fill {stages} stages; pass a number from 1 to {len(costs)}"
         )
+    # The most expensive stage is a run of layers, so its cost is one of these O(layers**2) sums.
+    # The smallest that suffices is found by bisection, as a larger limit never needs more stages.
+    # Costs are whole numbers, which floats add exactly in any order.
     limits = sorted({sum(costs[i:j]) for j in range(len(costs) + 1) for i in range(j)})
     low, high = 0, len(limits) - 1
     while low < high:
@@ -96,6 +99,8 @@ def cut(
         container = _container(sch, f"{base}.{stack.layers}".lstrip("."))
         own = [n - first for n in ends if first <= n < first + len(paths)]
         first += len(paths)
+        # A stage that ends with a stack ends after the module that calls it, such as the encoder:
+        # its last norm is then in the same stage, and nothing inside it need be traced.
         whole = own[-1:] == [len(paths) - 1]
         within = own[:-1] if whole else own
         containers += [container] if within else []
@@ -115,6 +120,7 @@ def _trace(sch: Schedule, containers: Sequence[str], inputs: Mapping[str, Any]) 
     takes = inspect.signature(sch.mod.forward).parameters
     fixed = {"use_cache": False} if "use_cache" in takes and "use_cache" not in inputs else {}
     with warnings.catch_warnings(record=True) as caught:
+        # Scripts that switch warnings off still get the reason of a failure.
         warnings.simplefilter("always")
         traced = sch.trace_until(
             [path for path in containers if path],

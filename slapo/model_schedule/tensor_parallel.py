@@ -116,6 +116,7 @@ def spread_tokens(
 # --- vocabulary ----------------------------------------------------------------------------------
 def split_table(node: Schedule) -> None:
     """Shard an embedding by rows and sum the ranks' lookups."""
+    # Few group sizes divide a vocabulary; the last ranks may have fewer rows.
     node.shard("weight", axis=0, uneven=True)
     if type(node.mod).forward is nn.Embedding.forward:
         node.sync("fwd_post", "all_reduce")
@@ -137,6 +138,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
     Computed buffers that are not saved, such as rotary frequencies, keep their precision.
     Parameters listed by the model's class do too.
     """
+    # Transformers keeps the strict list for both dtypes, and the other one for float16 only.
     names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     if dtype == torch.float16:
         names = (*names, *(getattr(model, "_keep_in_fp32_modules", None) or ()))
@@ -144,6 +146,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
         for name, parameter in module._parameters.items():
             kept = any(f".{part}." in f".{path}.{name}." for part in names)
             if parameter is not None and parameter.is_floating_point() and not kept:
+                # Keeps the parameter itself, so that ties, hooks and optimizers still refer to it.
                 parameter.data = parameter.data.to(dtype)
         for name, buffer in module._buffers.items():
             saved = name not in module._non_persistent_buffers_set
@@ -171,12 +174,14 @@ def broadcast_inputs(
         return args, kwargs
 
     def received(tensor: Tensor) -> Tensor:
+        # By carry_out(), which lets the placement check see the collective.
         return carry_out(BROADCAST, _from_first, tensor.detach(), group)
 
     return tree_map_only(Tensor, received, (args, kwargs))
 
 
 def _from_first(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # broadcast() writes in place and needs contiguous memory; the caller keeps its tensors.
     copy = tensor.clone(memory_format=torch.contiguous_format)
     dist.broadcast(copy, group=group, group_src=0)
     return copy

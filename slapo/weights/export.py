@@ -59,6 +59,8 @@ def export(
 ) -> None:
     """Write the folder: each rank writes some files, and fetches missing parts from the others."""
     all_ranks_or_none(_WHAT, lambda: check_origins(_WHAT, held))
+    # Each step below runs in all_ranks_or_none(): a rank that raised alone would leave the others
+    # waiting in the next collective.
     exchange = Exchange(held)
     kept = {n: t for n, t in exchange.dtypes.items() if dtype is None or not t.is_floating_point}
     cast = {n: dtype for n in exchange.dtypes if n not in kept and dtype is not None}
@@ -80,6 +82,7 @@ def export(
     opened: dict[str, TensorFile] = {}
     try:
         all_ranks_or_none(_WHAT, lambda: _create(opened, temporary, mine, files, disk))
+        # An error is kept until all ranks have left the exchange, and is raised in _close().
         error = _write(exchange, disk, files, owners, opened)
         all_ranks_or_none(_WHAT, lambda: _close(opened, error))
     finally:
@@ -240,6 +243,8 @@ def _replace(temporary: Path, folder: Path, full: bool) -> None:
 
 def _write_configs(original: Original, disk: Mapping[str, Pieced], folder: Path) -> None:
     config = copy.deepcopy(original.config)
+    # The model may be an instance of a class of this library, which from_pretrained() does not
+    # know.
     config.architectures = [original.cls.__name__]
     config.dtype = next((t.dtype for t in disk.values() if t.dtype.is_floating_point), None)
     config.save_pretrained(folder)
@@ -257,6 +262,7 @@ def _write_config_of_adapters(original: Original, folder: Path) -> None:
 
 def _parameters(original: Original) -> int:
     model = skeleton_of(original) if original.is_of_transformers else None
+    # Tied parameters count once in Transformers' index, and a skeleton has these ties.
     if model is None:
         return sum(shape.numel() for shape, _ in original.tensors.values())
     return sum(p.numel() for p in model.parameters())
@@ -270,6 +276,7 @@ class Exchange:
         self._mine: dict[tuple[str, Box], Tensor] = {}
         for item in held:
             for piece, values in item.pieces():
+                # Replicas of one box have equal values, so any of them will do.
                 self._mine.setdefault((str(piece.leaf), piece.source), values)
         offered = [(name, box, values.dtype) for (name, box), values in self._mine.items()]
         self.rank = dist.get_rank() if has_peers() else 0
@@ -286,6 +293,8 @@ class Exchange:
     def lacks(self, name: str, box: Box) -> bool:
         """Return whether a part of a box is on no rank, or in two overlapping boxes."""
         parts = (overlap(part, box) for part in self._holders.get(name, {}))
+        # Equal boxes are one entry. Disjoint ones add up to a covered box; overlapping ones add up
+        # to more, and their box is refused.
         have = sum(torch.Size(lengths(part)).numel() for part in parts if part is not None)
         return have != torch.Size(lengths(box)).numel()
 
@@ -296,6 +305,8 @@ class Exchange:
             shared = overlap(part, box)
             if shared is None:
                 continue
+            # All ranks walk the same needs in the same order. So both ends of the earliest
+            # unfinished transfer are always at it, and blocking receives cannot wait in a cycle.
             sender = owner if owner in ranks else ranks[0]
             here = None
             if self.rank == sender:
@@ -317,6 +328,7 @@ class Exchange:
         # As bytes, since gloo does not send bfloat16.
         if values is not None:
             carried = values.to(self._device).contiguous().view(-1).view(torch.uint8)
+            # isend() reads the buffer until wait(), so the pair keeps it alive.
             self._pending.append((dist.isend(carried, owner), carried))
             if len(self._pending) > _AT_ONCE:
                 self._wait()

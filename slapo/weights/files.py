@@ -112,7 +112,10 @@ class TensorFile:
             }
             at = end
         text = json.dumps(header, separators=(",", ":")).encode()
+        # The format allows trailing blanks in the header; values then start at a multiple of eight
+        # bytes.
         text += b" " * (-len(text) % 8)
+        # O_EXCL: two jobs that write to one folder must not mix their values.
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             with _naming(path):
@@ -172,6 +175,7 @@ class TensorFile:
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise SlapoError(f"{self.path}: the header is damaged ({error})") from error
         promised = 8 + length + max(ends, default=0)
+        # An interrupted download leaves a shorter file with an intact header.
         if promised != size or not all(n >= 0 for n in sizes):
             raise SlapoError(
                 f"{self.path} has {size} bytes, but its header says {promised}; the file is "
@@ -198,6 +202,7 @@ class TensorFile:
         scratch = torch.empty(min(at_once, bottom - top) * row, dtype=torch.uint8)
         for start in range(top, bottom, at_once):
             count = min(at_once, bottom - start)
+            # The last row ends with its run, so that nothing behind the tensor is read.
             size = (count - 1) * row + run
             self._transfer(name, scratch[:size], first + start * row, os.preadv)
             target[start - top :][:count] = scratch.as_strided((count, run), (row, 1))
@@ -215,6 +220,8 @@ class TensorFile:
         strides = [math.prod(shape[k + 1 :]) * item for k in range(len(shape))]
         outer = box[: max(axis - 1, 0)]
         first = self._start + int(self._entries[name]["data_offsets"][0])
+        # One run covers the full axes and the range of the axis before them; `outer` enumerates
+        # runs.
         length = values.nbytes // math.prod(lengths(outer))
         if axis:
             first += box[axis - 1][0] * strides[axis - 1]
@@ -224,6 +231,7 @@ class TensorFile:
             self._transfer(name, flat[number * length :][:length], at, move)
 
     def _transfer(self, name: str, flat: Tensor, at: int, move: Callable[..., int]) -> None:
+        # A system call may transfer less than requested, at most 2 GiB on Linux.
         run = memoryview(flat.numpy())  # type: ignore[arg-type]
         while run:
             with _naming(self.path):

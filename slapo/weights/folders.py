@@ -135,6 +135,7 @@ class Folder:
 def _loaded(path: Path) -> dict[str, Tensor]:
     """Load a file of ``torch.save``, without running code in it."""
     try:
+        # mmap: each rank touches only the pages of its own boxes.
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise SlapoError(
@@ -171,6 +172,7 @@ class Found:
             info = {"unexpected_keys": leaves.keys() - original.tensors - original.ties.keys()}
         for name, first in original.ties.items():
             if name in self.originals:
+                # The folder may name a tied tensor by a later name than this model's first one.
                 self.originals.setdefault(first, self.originals[name])
         self._check_ties(original)
         self.originals = {n: t for n, t in self.originals.items() if n in original.tensors}
@@ -228,6 +230,7 @@ class Found:
         """Refuse two different values for one tensor of the model."""
         for name, first in original.ties.items():
             one, two = (self.originals.get(each) for each in (name, first))
+            # Equal pieces have one source; comparing values would read both tensors in full.
             if one is None or two is None or one.pieces == two.pieces:
                 continue
             read = self.folder.read
@@ -267,7 +270,10 @@ def _converted(
         model, info = made.from_pretrained(
             None,
             config=original.config,
+            # Leaves stand for the tensors of the state dict, so that the renames, merges and
+            # transposes of Transformers' loader are recorded in their pieces.
             state_dict=dict(leaves),
+            # Errors of sizes are collected here and reported with the folder's other differences.
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
@@ -317,6 +323,8 @@ def on_disk(original: Original, dtypes: Mapping[str, torch.dtype]) -> dict[str, 
     if has_adapters(original, dtypes):
         return _adapters_on_disk(original, leaves)
     if original.adapters:
+        # After merge_and_unload() no rank holds adapters, but origins still have PEFT's names of
+        # the layers.
         merged = {n: leaf for n, leaf in leaves.items() if n in dtypes}
         leaves = {n.replace(".base_layer.", "."): leaf for n, leaf in merged.items()}
     if not original.is_of_transformers:
@@ -325,6 +333,7 @@ def on_disk(original: Original, dtypes: Mapping[str, torch.dtype]) -> dict[str, 
 
     model: Any = skeleton_of(original)
     known = model.state_dict()
+    # Otherwise from_pretrained() of the new folder would fail, or initialize them at random.
     unlike = [n for n, t in leaves.items() if n not in known or known[n].shape != t.shape]
     if unlike:
         raise SlapoError(

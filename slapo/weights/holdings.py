@@ -38,6 +38,8 @@ class Held:
     def parts(self) -> Iterator[tuple[Tensor, Pieced]]:
         """Yield the values in this process, with their origins."""
         tensor, here = self.tensor.detach(), self.here
+        # An engine may flatten or divide its module's parameters, and then keeps their layout
+        # itself.
         if tensor.shape != here.shape:
             raise SlapoError(
                 f"{self.name!r} has shape {tuple(tensor.shape)}, but this rank's part of it has "
@@ -93,6 +95,7 @@ def holdings(module: nn.Module) -> list[Held]:
     """Return each tensor of a module once."""
     found: dict[int, Held] = {}
     for slot in saved_slots(module):
+        # Tied tensors are listed by their first name, which is also that of the origin.
         if id(slot.tensor) not in found:
             found[id(slot.tensor)] = Held(slot.name, slot.tensor, origin_at(slot), slot.spec)
     return list(found.values())

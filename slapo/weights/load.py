@@ -38,6 +38,8 @@ class Loader:
         origin = origin_at(slot)
         ((_, here),) = Held(slot.name, slot.tensor, origin, slot.spec).parts()
         dtype = slot.tensor.dtype
+        # A buffer for the broadcast that follows; its dtype and rounding are noted as by the
+        # reader.
         if not self.reads:
             self._note(here, dtype)
             return torch.zeros(here.shape, dtype=dtype, device=device)

@@ -72,6 +72,7 @@ def has_meta_tensors(model: nn.Module) -> bool:
 def default_device(group: dist.ProcessGroup | None) -> torch.device:
     """Return the device of new tensors: the accelerator, if the group communicates there."""
     found = torch.accelerator.current_accelerator(check_available=True)
+    # New tensors are broadcast over the group, and gloo's collectives run on the CPU.
     on_gpu = group is None or dist.get_backend(group) != "gloo"
     return found if found is not None and on_gpu else torch.device("cpu")
 
@@ -89,6 +90,7 @@ def _resolve(model: nn.Module, init_weights: bool | Callable[..., Any]) -> list[
         for path, module in model.named_modules()
         if callable(getattr(module, "_init_weights", None))
     }
+    # _init_weights() of Transformers skips classes that it does not know, which _reset then fills.
     return [lambda module, path: _by_owner(owners, module, path), _reset] if owners else [_reset]
 
 
@@ -167,6 +169,8 @@ class _Materializer:
     def _visit_seeded(self, path: str, module: nn.Module, seed: int) -> None:
         devices = [] if self.device.type == "cpu" else [self.device]
         with torch.random.fork_rng(devices, device_type=self.device.type):
+            # `place` counts all modules of the model in one order, so a module draws the same
+            # values on whichever rank it is created.
             torch.manual_seed(seed + self.place)
             self._visit(path, module)
 
@@ -184,6 +188,8 @@ class _Materializer:
         for slot in own_slots(module):
             if self._is_wanted(slot.tensor) and self.loader.has(slot):
                 if self.share is not None and isinstance(slot.tensor, nn.Parameter):
+                    # `share` keeps a range of it; only the bytes of this range are read, by
+                    # Loader.fill().
                     new = self._put(slot, torch.empty_like(slot.tensor, device=self.device))
                 else:
                     new = self._put(slot, self.loader.value_of(slot, self.device))
@@ -209,6 +215,8 @@ class _Materializer:
         ]
         if not below:
             return set()
+        # A dry run on meta tensors shows which descendants the module writes, at no cost in memory.
+        # GPT-2 scales the projections of its residual branches in this way.
         written, places = _WriteProbe(), [*below, *own_slots(module), *self._read_below(module)]
         with exchanged(places, self._full, False), written, torch.no_grad(), _full_sizes([module]):
             storages = {_storage(slot.tensor): slot for slot in below}
@@ -221,6 +229,8 @@ class _Materializer:
         return [slot for m in inner for slot in own_slots(m) if id(slot.tensor) in self.loaded]
 
     def _initialize(self, path: str, module: nn.Module, wanted: set[Slot]) -> None:
+        # Everything that the initialization might write is exchanged, and only `wanted` is kept:
+        # values of a folder and of earlier modules stay.
         places = {*own_slots(module), *wanted, *self._read_below(module)}
         owners = list(dict.fromkeys(slot.owner for slot in places))
 
@@ -265,9 +275,12 @@ class _Materializer:
     def _install(self, slot: Slot, full: Tensor) -> None:
         value = full.detach()
         if self.among is not None and dist.get_world_size(self.among) > 1:
+            # Ranks may draw different values, for instance if they have drawn different numbers
+            # before.
             dist.broadcast(value, dist.get_global_rank(self.among, 0), group=self.among)
         local = slot.spec.slice(value) if slot.spec is not None else value
         if is_sharded(slot.tensor):
+            # clone(): a view would keep the full tensor in memory.
             local = local[index_of(box_of_share(slot.tensor))].clone()
         self.created.add(id(self._put(slot, local)))
 
@@ -320,6 +333,7 @@ def _like_share(old: Any, local: Tensor) -> Tensor:
         local,
         old.device_mesh,
         old.placements,
+        # run_check would broadcast the values over the mesh.
         run_check=False,
         shape=old.shape,
         stride=old.stride(),
@@ -361,6 +375,7 @@ def _is_blank(tensor: Tensor, written: set[int]) -> bool:
         return _storage(tensor) not in written
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(torch.isnan(tensor).any())
+    # All, not any: the smallest integer may be a valid element. Empty tensors count as set.
     return bool((tensor == _sentinel(tensor.dtype)).all()) and tensor.numel() > 0
 
 
@@ -389,10 +404,14 @@ class _WriteProbe(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for argument, value in zip(func._schema.arguments, args, strict=False):
+            # Schemas mark in-place and out= operands, as normal_() and copy_() of initializations
+            # have.
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self.storages.add(_storage(value))
         return func(*args, **(kwargs or {}))
 
 
 def _storage(tensor: Tensor) -> int:
+    # Views of a tensor count as the tensor. data_ptr() would not do, as it is 0 for all meta
+    # tensors.
     return tensor.untyped_storage()._cdata

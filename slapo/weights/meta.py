@@ -88,6 +88,7 @@ _PLACES = (
 
 @contextmanager
 def _remembering_folders() -> Iterator[None]:
+    # A program that has not imported Transformers can have no model of it.
     cls: Any = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
     if cls is None:
         yield
@@ -115,16 +116,19 @@ def _from_folder(cls: Any, folder: Path, given: dict[str, Any]) -> Any:
         config, options = cls.config_class.from_pretrained(
             folder, return_unused_kwargs=True, **options
         )
+    # Options such as device_map or quantization_config change what is loaded.
     if any(options[name] for name in options.keys() - {*_OPTIONS, *_PLACES}):
         return None
     if getattr(config, "quantization_config", None) is not None:
         return None
     options = {name: options[name] for name in _OPTIONS if options.get(name) is not None}
     dtype = options.pop("torch_dtype", options.pop("dtype", "auto"))
+    # The caller may make other models from the config.
     config = copy.deepcopy(config)
     config.name_or_path = str(folder)
     model = cls._from_config(config, dtype=config.dtype if dtype == "auto" else dtype, **options)
     vars(model)[FOLDER] = str(folder.absolute())
+    # As from_pretrained() returns it.
     return model.eval()
 
 

@@ -53,6 +53,7 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[tupl
         yield start, box_of(shape)
         return
     row = torch.Size(shape[1:]).numel()
+    # The full rows first..last form one box. The incomplete rows at both ends recurse.
     first, last = -(-start // row), stop // row
     if first > last:  # within one row
         for at, box in boxes_of_range(shape[1:], start - last * row, stop - last * row):
@@ -110,6 +111,8 @@ class Piece:
         source = list(self.source)
         for here, there in enumerate(self.axes):
             if there is not None:
+                # Both boxes have equal lengths along followed axes, so a shift maps one to the
+                # other.
                 by = self.source[there][0] - self.place[here][0]
                 source[there] = (place[here][0] + by, place[here][1] + by)
         return replace(self, source=tuple(source), place=place)
@@ -176,6 +179,7 @@ class Pieced(torch.Tensor):
                 return found
             if values is None:
                 values = torch.zeros(self.shape, dtype=found.dtype)
+            # Parts may be stored in different dtypes; no part may be rounded to another's.
             values = values.to(torch.promote_types(values.dtype, found.dtype))
             values[index_of(piece.place)] = found
         return torch.zeros(self.shape, dtype=self.dtype) if values is None else values
@@ -198,6 +202,7 @@ class Pieced(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Loaders write ``parameter.data = value``, which moves the record instead of values.
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0]
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
@@ -207,6 +212,7 @@ class Pieced(torch.Tensor):
         made = _RULES[name](*args, **kwargs) if name in _RULES else NotImplemented
         if made is not NotImplemented:
             return made
+        # Shape, dtype and flags belong to the wrapper itself, on meta.
         if name == "__get__" or func in _ABOUT_SHAPES:
             return super().__torch_function__(func, (Pieced,), args, kwargs)
         return _computed(func, args, kwargs)
@@ -215,6 +221,8 @@ class Pieced(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        # Operations are intercepted above dispatch; what arrives here came around
+        # __torch_function__.
         raise TypeError(f"{func} needs values, but only the origin of this tensor is known")
 
 
@@ -315,6 +323,7 @@ def _getitem(t: Pieced, index: Any) -> Any:
     index = index if isinstance(index, tuple) else (index,)
     if index == (Ellipsis,):
         return t
+    # Indices by numbers, masks or steps give no box per piece and are computed instead.
     if not all(isinstance(at, slice) and at.step in (None, 1) for at in index):
         return NotImplemented
     ranges = [at.indices(size)[:2] for at, size in zip(index, t.shape, strict=False)]

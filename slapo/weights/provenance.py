@@ -121,6 +121,7 @@ def _making(new: nn.Module) -> Making | None:
 def _fill(new: nn.Module, making: Making, tables: Sequence[Mapping[str, Tensor]]) -> None:
     with torch.enable_grad():  # the results then show which parameters are trained
         values = making(tables)
+    # The same code runs on values and on origins, so the two cannot disagree.
     made = _made_of(making, tables)
     for name, value in values.items():
         owner_path, _, leaf = name.rpartition(".")
@@ -140,6 +141,7 @@ def _fill(new: nn.Module, making: Making, tables: Sequence[Mapping[str, Tensor]]
                 f"{type(new).__name__}.{name} has shape {tuple(present.shape)}, but {what} "
                 f"{tuple(value.shape)}"
             )
+        # The clone separates it from views of the originals, as split() returns them.
         parameter = nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad)
         owner._parameters[leaf] = parameter
         if name in made:
@@ -157,6 +159,7 @@ def _made_of(making: Making, tables: Sequence[Mapping[str, Tensor]]) -> dict[str
 
     def known(p: Tensor) -> Pieced:
         origin = origin_of(p)
+        # A leaf of its own marks everything made from values that the original model lacks.
         return Pieced.leaf(_NOWHERE, p.shape, p.dtype) if origin is None else origin
 
     made: Any = making([{name: known(p) for name, p in table.items()} for table in tables])
@@ -248,6 +251,7 @@ def note_origins(model: nn.Module) -> Original:
         tensors[name] = (_shape_of(slot), slot.tensor.dtype)
     root = innermost(model)
     configs = (getattr(root, name, None) for name in ("config", "generation_config"))
+    # Copies: schedules divide entries of configs, and the folder needs those of the full model.
     config, generation = (
         copy.deepcopy(each) if hasattr(each, "save_pretrained") else None for each in configs
     )
@@ -269,11 +273,13 @@ def note_adapters(model: nn.Module, original: Original) -> None:
 
 
 def _class_of(model: nn.Module) -> type[nn.Module]:
+    # Wrappers and traces give a model a class of this library's own; its base is the user's.
     return next(cls for cls in type(model).__mro__ if not f"{cls.__module__}.".startswith("slapo."))
 
 
 def origin_of(tensor: Tensor) -> Pieced | None:
     """Return the origin of an unsharded tensor, or None if its values come from its author."""
+    # A slice has the origin of its full form, which only its slot can name.
     return None if hasattr(tensor, "orig_shape") else _as_pieces(tensor, None, tensor.shape)
 
 
