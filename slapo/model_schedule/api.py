@@ -154,10 +154,10 @@ def _is_foreign(key: str | Recipe, config: Any) -> bool:
 def _check_config(model: Any, given: Any, text: Any, recipe: Recipe) -> None:
     """Refuse a config that differs from the model's: head counts would be wrong."""
     own = getattr(model, "config", None)
-    # The check runs on the text part: a multimodal config keeps head counts in a nested config.
     if own is None or own is given:
         return
     names = [*recipe.counts.split(), *recipe.key_value_heads.split()]
+    # Multimodal configs keep the head counts in the nested config of their text part.
     pairs = (text, text_config(own))
     values = {n: tuple(getattr(each, n, None) for each in pairs) for n in names}
     apart = {n: pair for n, pair in values.items() if pair[0] != pair[1]}

@@ -101,8 +101,7 @@ class _RecipeRun:
         if self.options.fused_loss:
             check_loss(self.sch.mod, self.head, "fused_loss")
             check_fused(self.sch.mod, self.config)
-        # With stages the engine computes the loss by the caller's loss_fn, so the model's own is
-        # free.
+        # With stages the engine computes the loss by loss_fn, and the model's own loss is not used.
         elif self.splits_loss and self.options.pipeline_cuts is None:
             check_loss(self.sch.mod, self.head, "gather_logits=False")
         if self.options.pipeline_cuts is not None:

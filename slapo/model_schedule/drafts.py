@@ -222,7 +222,7 @@ def _without_adapters(model: nn.Module) -> nn.Module:
     for path in adapted:
         owner, _, name = path.rpartition(".")
         setattr(plain.get_submodule(owner), name, plain.get_submodule(f"{path}.base_layer"))
-    # The derivation places sums of gradients by what requires one.
+    # A derivation sums the gradients only of what requires one.
     for parameter in plain.parameters():  # PEFT has frozen them.
         if parameter.is_floating_point():
             parameter.requires_grad_(True)

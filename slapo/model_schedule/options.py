@@ -230,7 +230,7 @@ def _check_counts(config: Any, recipe: Recipe, ranks: int) -> None:
             raise ValueError(_unfit(name, count, ranks, list(_factors(count))))
     name = recipe.key_value_heads
     count = _count(config, name) if name else None
-    # With fewer heads than ranks, ranks % count == 0 ranks share one.
+    # With fewer heads than ranks, ranks // count ranks share each head.
     if count and count % ranks and ranks % count:
         heads = getattr(config, recipe.counts.split()[0])
         fit = [n for n in _factors(heads) if count % n == 0 or n % count == 0]

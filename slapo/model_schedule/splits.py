@@ -356,7 +356,7 @@ def number_of(node: Schedule, formula: ast.expr) -> int:
 
 def value_of(formula: ast.expr, around: list[nn.Module]) -> int:
     """Evaluate a formula; names are attributes of the nearest module that has them."""
-    # Not eval(): a table may come from a printed draft, and names refer to several modules.
+    # Not eval(): a table is data, and its names are looked up on several modules.
     if isinstance(formula, ast.BinOp) and type(formula.op) in _OPERATORS:
         left, right = (value_of(each, around) for each in (formula.left, formula.right))
         return _OPERATORS[type(formula.op)](left, right)
