@@ -100,6 +100,7 @@ def attend(
         # In half precision eager attention rounds the logits, and its gradients are worse.
         few = key.shape[-2] < _LONG and query.device.type == "cpu" and query.dtype not in _HALVES
         backend = "eager" if bias is not None and few else "sdpa"
+    # Kernels take one tensor to add to the logits, so both become one.
     if bias is not None and mask is not None:
         is_bool = mask.dtype == torch.bool
         mask = torch.where(mask, bias, _least(bias.dtype)) if is_bool else mask + bias
@@ -182,6 +183,7 @@ def _check_mask(mask: Tensor | None) -> None:
 
 # --- masks ---------------------------------------------------------------------------------------
 def _least(dtype: torch.dtype) -> float:
+    # Not -inf: the softmax of a row without visible keys would be nan, and so would its gradient.
     return torch.finfo(dtype).min
 
 
@@ -214,6 +216,7 @@ def _repeated(states: Tensor, heads: int) -> Tensor:
     own = states.shape[1]
     if own == heads:
         return states
+    # Query head i uses key head i // (heads / own), so copies of one head are neighbors.
     return states[:, :, None].expand(-1, -1, heads // own, -1, -1).flatten(1, 2)
 
 
@@ -265,6 +268,8 @@ def _flash(
     from flash_attn import flash_attn_func  # type: ignore[import-not-found, unused-ignore]
 
     moved = (each.transpose(1, 2) for each in states)
+    # Since version 2.1 its causal flag aligns the last query with the last key, as is_causal does
+    # here.
     output: Tensor = flash_attn_func(
         *moved, dropout_p=dropout, softmax_scale=scale, causal=is_causal
     )
@@ -282,6 +287,7 @@ def _xformers(
     if mask is not None:  # it needs a value for every pair
         pairs = (*query.shape[:-1], key.shape[-2])
         mask = as_added(mask, query.dtype).to(query.dtype).expand(pairs)
+    # xformers and flash-attn take (batch, seq, heads, head_size).
     moved = (each.transpose(1, 2).contiguous() for each in (query, key, value))
     output: Tensor = ops.memory_efficient_attention(*moved, attn_bias=mask, p=dropout, scale=scale)
     return output.transpose(1, 2)
@@ -467,4 +473,5 @@ class FlashAttention(nn.Module):
         else:
             seen = states if others is None else others
             parts = (self.query(states), self.key(seen), self.value(seen))
+        # -1: a shard of a projection has fewer heads.
         return tuple(part.unflatten(-1, (-1, self.head_size)) for part in parts)

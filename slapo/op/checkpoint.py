@@ -63,6 +63,7 @@ def checkpoint(
     modules = list(function.modules()) if isinstance(function, nn.Module) else []
     if use_reentrant and isinstance(function, nn.Module):
         _check_reentrant(function, args)
+    # Read before the forward pass, which advances them.
     states = get_rng_tracker().get_states()
     # Norms whose running statistics count each batch.
     kept: list[nn.Module] = [
@@ -105,6 +106,8 @@ class _Replayed:
         self.calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Later calls are recomputations. There are several if the graph is retained or nested in
+        # another checkpoint.
         self.calls += 1
         if self.calls == 1:
             return self.function(*args, **kwargs)
@@ -112,6 +115,8 @@ class _Replayed:
         present = tracker.get_states()
         buffers = [(module, dict(module._buffers)) for module in self.kept]
         for module, held in buffers:
+            # Running statistics are updated in place. The recomputation updates copies, which are
+            # dropped.
             module._buffers.update({n: b.clone() for n, b in held.items() if b is not None})
         tracker.set_states(self.states)
         try:
@@ -152,6 +157,7 @@ def _without_cache(
 
 
 def _is_cache(value: Any) -> bool:
+    # By name, so that neither Transformers is imported nor caches of remote code are missed.
     return type(value).__name__.endswith("Cache")
 
 
@@ -188,6 +194,8 @@ class CheckPointWrapper(ModuleWrapper):
         cls, view: nn.Module, order_args_fn: OrderArgs | None, use_reentrant: bool
     ) -> CheckPointWrapper:
         """Checkpoint operations of another module; its state keeps the names of that module."""
+        # An empty module holds no state. The view is no child, else its tensors would have two
+        # names.
         wrapper = cls(nn.Module(), order_args_fn, use_reentrant)
         wrapper.__dict__["mod"] = view
         return wrapper

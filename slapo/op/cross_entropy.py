@@ -143,6 +143,7 @@ class ParallelCrossEntropy(nn.Module):
 def _columns_before(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     sizes = [torch.empty_like(own) for _ in range(group_size(group))]
     dist.all_gather(sizes, own, group=group)
+    # Other ranks may have fewer columns, so the start is a sum and no multiple of the own size.
     return torch.stack(sizes)[: group_rank(group)].sum()
 
 
@@ -198,14 +199,19 @@ def exponentials_(
     Returns the losses, the sums of the exponentials over the full vocabulary, and with smoothing
     each column's share of the target.
     """
+    # Shifted by the largest logit of all ranks, no exponential overflows, and the losses stay the
+    # same.
     peak = logits.amax(-1)
     if has_others(group):
         peak = carry_out(_PEAK, _largest, peak, group)
     logits.sub_(peak.unsqueeze(-1))
+    # Read before exp_() overwrites the logits. Only one rank holds a token's label, so a sum over
+    # the ranks finds its logit.
     picked = logits.gather(-1, columns.index).squeeze(-1).masked_fill_(~columns.is_own, 0.0)
     terms = [picked, columns.is_own.to(picked.dtype)]
     if smoothing:
         terms += [logits.sum(-1), torch.full_like(picked, logits.shape[-1])]
+    # One collective for all sums; is_own counts the ranks that hold the label.
     packed = torch.stack([logits.exp_().sum(-1), *terms])
     if has_others(group):
         packed = carry_out(_TERMS, _add_up, packed, group, labels=labels, counts=columns.counts)
@@ -231,9 +237,11 @@ def gradient_(
     """Overwrite exponentials by the gradient of the logits; `grad` is that of the losses, or 1."""
     each = columns.counts.to(powers.dtype)
     each = each if grad is None else each * grad
+    # The gradient is softmax - target; `powers` / `total` is the softmax.
     powers.mul_((each / total).unsqueeze(-1))
     if even is not None:
         powers.sub_((each * even).unsqueeze(-1))
+    # Labels of other ranks have a clamped index and add 0 there.
     at_labels = torch.where(columns.is_own, (smoothing - 1) * each, 0.0).unsqueeze(-1)
     return powers.scatter_add_(-1, columns.index, at_labels)
 

@@ -36,8 +36,10 @@ def is_plain(*tensors: Any) -> bool:
         return False
     if _counted is None and _get_current_dispatch_mode() is not None:
         return False
+    # Custom autograd functions have no vmap or jvp rule, and kernels bypass these transforms.
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
+    # Subclasses such as DTensor and fake tensors override single operations.
     kinds = (Tensor, nn.Parameter, *(_counted or ()))
     return all(type(each) in kinds for each in tensors)
 
@@ -46,6 +48,7 @@ def is_graph_kept() -> bool:
     """Return True if a later backward pass may read the saved tensors again."""
     if torch.compiler.is_compiling():  # the compiler decides about copies itself
         return True
+    # A private name of torch; without it, copies are always made.
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if asked is None else bool(asked())
 

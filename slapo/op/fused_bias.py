@@ -88,6 +88,7 @@ class BiasGeLUFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, bias = ctx.saved_tensors
+        # Differentiable operations on saved inputs, so that gradients of this gradient are right.
         own = torch.ops.aten.gelu_backward(grad, x + bias, approximate="tanh")
         wants_x, wants_bias = ctx.needs_input_grad
         of_x = own.sum_to_size(x.shape) if wants_x else None

@@ -126,6 +126,8 @@ def register(backend: str, masked: bool = False) -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+    # Transformers keeps its tables for the whole process, so each combination has a name of its
+    # own.
     name = f"slapo_{backend}_masked" if masked else f"slapo_{backend}"
     masks = "flash_attention_2" if backend == "flash" else "eager" if masked else "sdpa"
     function = _flash if backend == "flash" else functools.partial(_attention, backend=backend)
@@ -189,6 +191,7 @@ def _attention(
         dropout=dropout,
         backend=backend,
     )
+    # Contiguous like the output of Transformers' functions, as some models call view() on it.
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -198,6 +201,8 @@ def _own_function(module: nn.Module, kwargs: dict[str, Any]) -> Callable[..., An
     if not wanted or _OF_NAMES & set(wanted):
         return None
     for kind in type(module).__mro__:
+        # Each modeling file of Transformers has its own function. Along the MRO, since a subclass
+        # of the user is defined in another file.
         place = sys.modules.get(kind.__module__)
         own: Callable[..., Any] | None = getattr(place, "eager_attention_forward", None)
         if own is not None:
@@ -301,6 +306,7 @@ class GPTNeoAttention(nn.Module):
     def __init__(self, module: nn.Module, backend: str = "auto") -> None:
         super().__init__()
         given: Any = module
+        # In the original's order, which is the order of the parameters in optimizers.
         for name in ("k_proj", "v_proj", "q_proj", "out_proj", "resid_dropout"):
             self.add_module(name, getattr(given, name))
         self.num_heads, self.head_dim = given.num_heads, given.head_dim
@@ -353,5 +359,6 @@ class GPTNeoAttention(nn.Module):
         if self.window is None:
             return given
         before = key.shape[2] - query.shape[2]
+        # Query i, at position before + i, sees the last `window` keys up to itself.
         seen = causal_mask(query, key).triu(before - self.window + 1)
         return both_masks(given, seen[None, None])

@@ -114,6 +114,8 @@ class GatedByLiger(torch.autograd.Function):
 
 def _to_write(saved: Tensor, is_shared: bool) -> Tensor:
     """Return the tensor, or a copy if its values are still needed."""
+    # The kernels write the gradients over their operands. Two views of one storage may overlap;
+    # leaves belong to the caller.
     is_needed = is_graph_kept() or is_shared or saved.is_leaf
     return saved.detach().clone() if is_needed else saved.detach()
 
@@ -124,6 +126,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     # Not in place: the incoming gradient may also be the residual's.
     output = operations().LigerRMSNormFunction.apply(x, weight, eps, offset, mode, False)
     if output.grad_fn is not None:
+        # Checked where its backward pass starts, since the package's function cannot be changed.
         output.grad_fn.register_prehook(
             lambda grads: refuse_graph("an RMS norm by liger-kernel", _INSTEAD)
         )

@@ -34,6 +34,7 @@ class LinearWithSeparateBias(nn.Linear):
     torch.Size([2, 3])
     """
 
+    #: Traces keep subclasses of torch's layers as one call, unless they have this mark.
     inline_in_trace = True
 
     @classmethod
@@ -130,6 +131,7 @@ class LinearWithAct(nn.Linear):
         """``input`` of shape ``(..., in_features)`` -> ``(..., out_features)``."""
         output = F.linear(input, self.weight)
         if self.bias is not None and is_new_gelu(self.act_fn):
+            # Under autocast the product is in half precision, and the function does not promote.
             return cast(Tensor, BiasGeLUFunction.apply(output, self.bias.to(output.dtype)))
         return self.act_fn(_with_bias(output, self.bias))
 
@@ -240,6 +242,7 @@ class FusedQKV(nn.Module):
 
 
 def _with_bias(output: Tensor, bias: Tensor | None) -> Tensor:
+    # Never addmm: a trace must show the addition as an operation of its own.
     return output if bias is None else output + bias
 
 
@@ -248,6 +251,7 @@ Layer = TypeVar("Layer", bound=nn.Linear)
 
 def same_linear(cls: type[Layer], linear: nn.Linear) -> Layer:
     """Build a layer of another class around the parameter objects of `linear`."""
+    # Without __init__, which would allocate and initialize a weight.
     new = cls.__new__(cls)
     nn.Module.__init__(new)
     new.in_features, new.out_features = linear.in_features, linear.out_features

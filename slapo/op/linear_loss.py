@@ -105,8 +105,10 @@ def linear_cross_entropy(
     _check_operands(hidden, weight, labels, bias, chunk)
     check_smoothing("linear_cross_entropy", label_smoothing)
     start = start if has_others(group) else 0
+    # Read here: inside an autograd function, the grad mode is always off.
     is_training = torch.is_grad_enabled()
     settings = _Settings(start, group, ignore_index, chunk, is_training, label_smoothing)
+    # Cast before apply(), so that autograd casts the gradients back.
     with _own_precision(hidden.device.type) as dtype:
         if dtype is not None:
             hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -179,9 +181,11 @@ class _Gradients:
             self.of_bias += logits.sum(0)
         logits = logits.to(self.weight.dtype)
         if self.hidden is not None:
+            # Written once per token: no chunk shares tokens with another.
             torch.mm(logits, self.weight, out=self.hidden[tokens])
         if self.of_weight is None:
             return
+        # addmm_ adds in place without a second matrix, but takes operands of one dtype only.
         if self.of_weight.dtype == hidden.dtype:
             self.of_weight.addmm_(logits.T, hidden)
         else:
@@ -214,6 +218,7 @@ class LinearLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_graph("linear_cross_entropy", INSTEAD)
+        # The saved gradients are scaled in place if no later backward pass reads them.
         scale = torch.mul if is_graph_kept() else Tensor.mul_
         found = [
             None if saved is None else scale(saved, grad).to(dtype)
@@ -232,6 +237,7 @@ def _losses_of(
     grads: _Gradients,
 ) -> Tensor:
     """Compute the losses of one chunk, and add its share to the gradients."""
+    # float32: the softmax over a large vocabulary loses too much in half precision.
     logits = F.linear(hidden[tokens], weight, bias).float()
     own = (settings.start, len(weight), settings.ignore_index)
     columns = Columns.of(labels[tokens], *own)
@@ -262,6 +268,8 @@ class Targets:
         """Return the label that each position predicts, ``(batch, seq)``."""
         if not self.shift:
             return self.labels
+        # Labels are shifted instead of cutting hidden states, which keeps the sequence length. The
+        # last position has no label.
         return F.pad(self.labels, (0, 1), value=self.ignore_index)[..., 1:]
 
     def mean(self, total: Tensor) -> Tensor:
@@ -355,6 +363,7 @@ class LossHead(nn.Linear):
         )
         loss = self.targets.mean(total)
         self.given = loss.detach()
+        # Evaluation loops read logits for metrics; in training they would cost what the head saves.
         if not torch.is_grad_enabled():
             logits = F.linear(input, self.weight, self.bias)
             self.logits = logits if group is None else self.gathered(logits)

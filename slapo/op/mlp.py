@@ -114,6 +114,7 @@ class _GatedSiLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
+        # In place on the fresh result, so that no third tensor is allocated.
         return F.silu(gate).mul_(up)
 
     @staticmethod
@@ -133,6 +134,7 @@ class _GatedSiLU(torch.autograd.Function):
 
 def _gated(act: Activation, gate: Tensor, up: Tensor) -> Tensor:
     """Compute ``act(gate) * up``, fused unless a trace, compiler or hook must see `act`."""
+    # Hooks of the activation would not run if it were fused.
     is_free = not (isinstance(act, nn.Module) and has_forward_hooks(act))
     if is_free and is_plain(gate, up):
         kind = type(act)
@@ -226,6 +228,7 @@ class SameChildren(nn.Module):
             )
         new = cls.__new__(cls)
         nn.Module.__init__(new)
+        # Names with an underscore are nn.Module's own tables, such as hooks, which replace() moves.
         new.__dict__.update({name: own[name] for name in own if not name.startswith("_")})
         for name, child in children.items():  # in their order, which is the order of the parameters
             new.add_module(name, child)

@@ -87,6 +87,7 @@ class RMSNorm(nn.RMSNorm):
                 f"other attributes {others}; pass a norm with only a one-dimensional weight, and "
                 f"a number as one of {list(_EPSILONS)}"
             )
+        # The weight is replaced at once, so none is allocated.
         with torch.device("meta"):
             new = cls(weight.numel(), eps, offset, casts_to_weight)
         new.weight = weight
@@ -101,10 +102,12 @@ class RMSNorm(nn.RMSNorm):
         if has_no_kernel and self.eps is not None and liger.fits(x) and is_plain(self.weight):
             return liger.rms_norm(x, self.weight, self.eps, self.offset)
         if self.offset:
+            # In float32: half precision would round small offsets from 1 away.
             scale = self.offset + self.weight.float()
             return F.rms_norm(x.float(), shape, scale, self.eps).to(x.dtype)
         if x.dtype == self.weight.dtype == torch.float32:
             return F.rms_norm(x, shape, self.weight, self.eps)
+        # Rounded before the product with the weight, where Llama rounds.
         dtype = self.weight.dtype if self.casts_to_weight else x.dtype
         return self.weight * F.rms_norm(x.float(), shape, None, self.eps).to(dtype)
 

@@ -28,6 +28,7 @@ def forward_kernel(
     inside = columns < size
     total = tl.load(x_ptr + row * size + columns, mask=inside, other=0.0).to(tl.float32)
     if seed_ptr is not None:
+        # Offsets are 32-bit numbers, so masks repeat after 2**32 elements.
         is_kept = tl.rand(tl.load(seed_ptr), (row * size + columns).to(tl.int32)) >= p
         total = tl.where(is_kept, total * factor, 0.0)
     residual = tl.load(residual_ptr + row * size + columns, mask=inside, other=0.0)
@@ -36,6 +37,7 @@ def forward_kernel(
     tl.store(sum_ptr + row * size + columns, rounded, mask=inside)
     total = rounded.to(tl.float32)
     mean = tl.sum(total, 0) / size
+    # Lanes beyond the row hold 0 - mean, which must not count in the variance.
     centered = tl.where(inside, total - mean, 0.0)
     scale = 1 / tl.sqrt(tl.sum(centered * centered, 0) / size + eps)
     out = centered * scale * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -67,6 +69,7 @@ def backward_kernel(
         of_weight += grad * normed
         of_bias += grad
         grad *= weight
+        # The gradient of a layer norm: the parts along the mean and along the normed row drop out.
         along = normed * (tl.sum(normed * grad, 0) / size)
         of_sum = (grad - along - tl.sum(grad, 0) / size) * scale
         target = residual_grad_ptr + row * size + columns
@@ -123,6 +126,7 @@ class DropoutAddNorm(torch.autograd.Function):
         saved = (grad.contiguous(), total, mean, scale, weight, seed)
         operands = (*saved, x_grad, residual_grad, *parts)
         _launch(backward_kernel, programs, operands, (rows, hidden, ctx.p, _factor(ctx.p)))
+        # Summed by torch in one order; atomic additions would give other roundings in each run.
         of_weight, of_bias = parts.sum(1)
         bias_grad = None if ctx.bias_type is None else of_bias.to(ctx.bias_type)
         return x_grad, residual_grad, of_weight.to(weight_type), bias_grad, None, None, None, None
