@@ -61,6 +61,7 @@ class AnnotatePrimitive(Primitive, name="annotate"):
                 f"{type(module).__name__} has no parameter {param_name!r} of its own; "
                 f"it has {known}"
             )
+        # A tag such as "grad" or "data" would overwrite what autograd and optimizers read.
         if type(key) is not str or not key.isidentifier() or hasattr(type(param), key):
             raise ValueError(
                 f"key {key!r} cannot be a tag; choose an attribute name that tensors do not have "

@@ -56,6 +56,8 @@ class CompilePrimitive(Primitive, name="compile"):
         known = torch.compiler.list_backends(exclude_tags=())
         if backend not in known:
             raise ValueError(f"torch.compile has no backend {backend!r}; pass one of {known}")
+        # Module.compile() compiles __call__ with all hooks, in place. torch.compile() would return
+        # a wrapper with other names.
         sch.mod.compile(fullgraph=fullgraph, dynamic=dynamic, backend=backend, mode=mode)
         sch.metadata.primitives["compile"]["enabled"] = True
         return sch

@@ -55,6 +55,7 @@ class DecomposePrimitive(Primitive, name="decompose"):
                 f"the layer is sharded already ({', '.join(slices)}); "
                 "call .decompose() before .shard()"
             )
+        # A layer that defers its bias behind a reduction has a forward of this library.
         if type(module).forward is not nn.Linear.forward and not is_deferring(module):
             raise ValueError(
                 f"{type(module).__name__} has its own forward, which would be lost; write your own "

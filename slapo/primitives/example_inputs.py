@@ -27,6 +27,7 @@ def find_inputs(
     if given is not None:
         args, kwargs = as_call(given)
         refuse_batch(module, args)
+        # torch refuses operations on a mix of real and meta tensors.
         if any(tensor.is_meta for tensor in module.parameters()):
             args, kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
         return args, {**kwargs, **constants}
@@ -47,6 +48,7 @@ def _from_model(sch: Node, module: nn.Module) -> Inputs:
     cache, key = sch.state.captured, (type(module), module.training, shapes)
     if key not in cache:
         top = innermost(sch.get_top_schedule().mod)
+        # Masks too: a layer may get None without them, and its graph would have no mask to take.
         inputs = (), example_inputs(top, every_mask=True)
         try:
             cache[key] = inputs_within(top, inputs, sch.mod)
@@ -63,6 +65,7 @@ def _from_model(sch: Node, module: nn.Module) -> Inputs:
 
 def _by_capture(root: nn.Module, inputs: Inputs, module: nn.Module) -> Inputs | None:
     path = next(path for path, part in root.named_modules() if part is module)
+    # Only ancestors are entered; the module stays one call, whose inputs the capture notes.
     above = {path[:end] for end, letter in enumerate(path) if letter == "."}
     try:
         return capture(root, *inputs, lambda _, other: other not in above).inputs.get(path)

@@ -145,6 +145,7 @@ def replace_module(sch: Node, new: nn.Module) -> None:
     _check_not_above(sch, new)
     check_called(sch)
     path = sch.model_path
+    # Plans check and may raise, so they come before the first change.
     tie_plan = TiePlan(sch.get_top_schedule().mod, sch.state.ties, [path], path, new)
     dropped = dropped_values(new, old)
     if dropped:
@@ -158,6 +159,7 @@ def replace_module(sch: Node, new: nn.Module) -> None:
         )
     inherit_weights(new, [old])
     _set_ties(sch, tie_plan)
+    # A new module starts in training mode, which would differ in a model in eval mode.
     new.train(old.training)
     # A new module that wraps the old one replaces it together with its wrappers and hooks.
     wraps_old = any(m is old or m is sch.mod for m in new.modules())
@@ -170,6 +172,7 @@ def replace_module(sch: Node, new: nn.Module) -> None:
         move_reducers(old, new)
         move_syncs(old, new)
     outer = new if wraps_old else replace_innermost(sch.mod, new)
+    # Wrappers around the module stay, and only their innermost module is another one.
     if outer is sch.mod:
         sch.rebuild_children()
     else:
@@ -210,6 +213,7 @@ def rewrite_subgraphs(rule: Rule, new: Any, subgraphs: Subgraphs) -> None:
     """Apply a rule after the hook checks, and move weights, hooks and ties to the new module."""
     chains, owner, plan = subgraphs.chains, subgraphs.owner, rule.plan
     assert plan is not None
+    # All that can refuse comes before carry_out(), which changes the graph.
     check_hooks_of_other_calls(subgraphs, plan)
     ends = end_modules(subgraphs)
     tie_plan = _plan_ties(subgraphs, new)
@@ -219,7 +223,10 @@ def rewrite_subgraphs(rule: Rule, new: Any, subgraphs: Subgraphs) -> None:
     call = carry_out(subgraphs.gm, rule)
     if isinstance(new, nn.Module):
         targets.append(str(call.target))
+        # The name is chosen by carry_out(), as the first free one.
         tie_plan.new_path = _join(owner.model_path, targets[-1])
+        # Several chains side by side have no common first or last module; check_hooks() refused
+        # hooks.
         if len(chains) == 1:
             move_end_hooks(ends, new)
     _set_ties(owner, tie_plan)

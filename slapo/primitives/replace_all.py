@@ -62,6 +62,7 @@ class ReplaceAllPrimitive(Primitive, name="replace_all"):
         if not nodes:
             present = sorted({type(innermost(n.mod)).__name__ for _, n in sch.named_schedules()})
             raise ValueError(f"no submodule is a {cls.__name__}; the classes are {present}")
+        # All are made before the first is put in place, so a failing make_fn changes nothing.
         made = [
             check_module(
                 make_fn(n.path, innermost(n.mod), **kwargs),
@@ -84,6 +85,8 @@ def _outermost(sch: Node, cls: type[nn.Module]) -> list[Node]:
         node = pending.pop()
         module = innermost(node.mod)
         if isinstance(module, cls):
+            # A module shared by several paths is replaced once; set_module() reaches its other
+            # places.
             found.setdefault(id(module), node)
         else:
             pending.extend(reversed(node.child.values()))

@@ -63,7 +63,9 @@ def perform(
         )
     if state.admits is not None and state.depth == 0 and not state.admits(record, args, kwargs):
         return node
+    # A snapshot visits all modules below; primitives that check first do without.
     guard = nullcontext() if is_builtin(primitive) else restored_on_error(node)
+    # Primitives that call primitives are one entry of the history, the outermost.
     state.depth += 1
     try:
         with guard:
@@ -167,6 +169,7 @@ def _signature(apply: Callable[..., Any]) -> inspect.Signature:
 def _put_in_front(error: Exception, record: Record) -> None:
     """Prefix the message with ``sch["fc"].shard(...): ``, once."""
     message = str(error.args[0]) if error.args else ""
+    # Errors of nested primitives have the inner call in front already.
     if not message.startswith(("sch[", "sch.")):
         error.args = (f"{record.call()}: {message}", *error.args[1:])
 
@@ -200,5 +203,6 @@ def document(method: Any, primitive: type[Primitive]) -> Any:
     method.__doc__ = primitive.__doc__
     parameters = list(inspect.signature(primitive.apply).parameters.values())
     parameters[0] = parameters[0].replace(name="self")
+    # help() and editors show the primitive's parameters instead of (*args, **kwargs).
     method.__signature__ = inspect.Signature(parameters)
     return method

@@ -74,6 +74,7 @@ class SetPrimitive(Primitive, name="set"):
     def apply(sch: Node, /, name: str, value: Any = _NONE, whole: Any = None) -> Node:
         value = _one_of(name, value, whole, sch.world_size)
         module = innermost(sch.mod)
+        # A Traced module captures again for changed attributes; a graph of torch.fx cannot.
         if isinstance(module, fx.GraphModule) and not isinstance(module, Traced):
             raise SlapoError(
                 f"{type(module).__name__} was traced with {name!r} built into its graph; set it "
@@ -125,6 +126,7 @@ def check_attribute(module: nn.Module, name: str, value: Any) -> None:
         raise TypeError(
             f"{name!r} of {kind} is {old!r}, not a plain attribute; set the attribute behind it"
         )
+    # type() rather than isinstance(): True is an int, and 8 / 2 a float that reshapes refuse.
     if isinstance(old, (bool, int, float, str, tuple, list)) and type(value) is not type(old):
         raise TypeError(
             f"{name!r} of {kind} is {old!r}, of type {type(old).__name__}, and {value!r} is of "
@@ -151,5 +153,6 @@ def _class_constants(kind: type[nn.Module]) -> set[str]:
         name
         for base in bases
         for name, value in vars(base).items()
+        # Functions and properties are descriptors, with __get__; constants are not.
         if not name.startswith("__") and not hasattr(type(value), "__get__")
     }

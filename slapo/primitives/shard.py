@@ -93,6 +93,7 @@ class ShardPrimitive(Primitive, name="shard"):
         plan = ShardPlan(module, tensor_name, cut, sch.group)
         if plan.defers_bias:
             check_called(sch)  # the module's own forward must treat its bias differently
+        # All plans are made, and may refuse, before the first one is carried out.
         partners = _tied_plans(sch, module, tensor_name, cut)
         plan.carry_out()
         for name, partner in partners.items():
@@ -103,6 +104,8 @@ class ShardPrimitive(Primitive, name="shard"):
         if sch.world_size > 1:
             from slapo.sharding.adapters import follow_adapters  # late: for several ranks only
 
+            # Methods such as save_pretrained would write or read slices as if they were full
+            # tensors.
             for node in (sch, *sch.ancestors()):
                 refuse_methods(innermost(node.mod), module)
             refuse_clipping()
@@ -151,6 +154,7 @@ def _tied_plans(sch: Node, module: nn.Module, tensor_name: str, cut: Cut) -> dic
     """Plans for the other modules that hold the same parameter, by the parameter's name there."""
     top = sch.get_top_schedule()
     plans: dict[str, ShardPlan] = {}
+    # By table: a wrapper and its module share one, and the tensor must be sliced once.
     owners = {id(module._parameters)}
     for name in sorted(sch.state.ties.partners(_full_name(sch, tensor_name))):
         slot = parameter_slot(top.mod, name)

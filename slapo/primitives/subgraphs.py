@@ -67,6 +67,7 @@ def parse(sch: Node, target_ops: Any, argument: str = "target_ops") -> Subgraphs
             f"{owner.where} is not traced (anymore): a result of find() belongs to the node that "
             f"it was called on; call find() again on {spelled(sch.path)}"
         )
+    # fx nodes are ordered by their place in the graph, whatever the order of the match.
     chains = [sorted(dict.fromkeys(node for _, node in group)) for group in groups]
     for node in (node for chain in chains for node in chain):
         if node.graph is not gm.graph or node._erased:
@@ -139,6 +140,7 @@ def check_hooks(subgraphs: Subgraphs, keeps_hooks: bool, scripted: bool = False)
 def _lost(module: nn.Module, is_first: bool, is_last: bool) -> list[str]:
     hooks = get_hooks(module)
     lost = []
+    # A bwd_post sync is a pre-forward hook too; hooks["fwd_pre"] lists only the others.
     if module._forward_pre_hooks and not is_first:
         lost += ["fwd_pre"] if hooks["fwd_pre"] else ["bwd_post"]
     if hooks["fwd_post"] and not is_last:
@@ -157,6 +159,7 @@ def check_hooks_of_other_calls(subgraphs: Subgraphs, plan: Plan) -> None:
         if not has_forward_hooks(subgraphs.gm.get_submodule(target)):
             continue
         home = home_of(subgraphs.gm)
+        # Checkpointed operations have a graph of their own, which may call the module too.
         graphs = [home.graph, *(view.graph for view in views_of(home))]
         for call in (n for g in graphs for n in g.find_nodes(op="call_module", target=target)):
             if call not in going:

@@ -147,6 +147,8 @@ def _add_callable(
             f"a hook function takes no further arguments, got {sorted(kwargs)}; bind them with "
             "functools.partial"
         )
+    # torch calls a hook with (module, args, output), which all_reduce() would take for other
+    # arguments.
     if str(getattr(function, "__module__", "")).startswith("torch.distributed"):
         raise TypeError(
             f"{describe(function)} of torch.distributed is not a module hook; pass the name of "
@@ -159,6 +161,7 @@ def _add_callable(
     elif mode == "fwd_post":
         sch.mod.register_forward_hook(function, with_kwargs=keywords)
     else:
+        # Full backward hooks run before the gradient passes a pre-forward hook, where the sum is.
         if _sums_gradients(innermost(sch.mod)):
             raise ValueError(
                 "a function after sync('bwd_post', 'all_reduce') would see the gradient before it "
@@ -178,6 +181,7 @@ def _takes_keywords(function: Callable[..., Any], mode: str) -> bool:
     except (TypeError, ValueError):
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    # Parameters with defaults are not counted: a hook may have options of its own.
     needed = [p for p in parameters if p.kind in positional and p.default is p.empty]
     return len(needed) == len(_HOOK_ARGUMENTS[mode, True])
 
@@ -273,6 +277,8 @@ def _add_output_op(sch: Node, module: nn.Module, op: SyncOp) -> None:
     reduces = op.name in REDUCTIONS
     if _needs_mask(module, op):
         mask_vocabulary(module)
+    # The layer itself reduces before it adds its bias. A hook would get the sum with the bias of
+    # every rank.
     if reduces and sch.mod is module and can_reduce(module):
         bias = "" if op.axis is None else f"{sch.model_path}.bias".lstrip(".")
         add_reducer(module, OutputHook(op), op.axis, op.group, bool(sch.state.ties.partners(bias)))

@@ -148,6 +148,7 @@ def _first_or_second(
     try:  # outside the except block, so that an error here is not chained to the other one
         result = by_capture()
     except TraceError as other:
+        # Both reasons: either may be the one that the user can fix.
         raise TraceError(f"{reason}; and by a capture: {other}") from reason
     logger.info('%s was traced as by tracer="huggingface": %s', sch.where, reason)
     return result

@@ -23,11 +23,13 @@ def wrap(sch: Node, wrapper: ModuleWrapper) -> None:
     check_runs(sch)
     check_called(sch)
     bare = innermost(sch.mod)
+    # A wrapper forwards unknown attributes to its module, but finds its own `mod` first.
     if "mod" in bare._modules or "mod" in bare._parameters or "mod" in bare.__dict__:
         raise ValueError(
             f"{type(bare).__name__} has an attribute 'mod', which the wrapper's own 'mod' would "
             "hide from readers outside; rename it, or apply this to a module inside or around it"
         )
+    # Hooks stay outside, so a recomputation does not run the module's own collectives again.
     move_hooks(sch.mod, wrapper)
     sch.set_module(wrapper)
 
