@@ -128,6 +128,8 @@ def open_study(db: Path | None) -> optuna.Study:
         path = db.resolve()
         storage = optuna.storages.RDBStorage(
             f"sqlite:///{_NAME}.db",  # a path may have characters with a meaning in a URL
+            # Other threads of SQLAlchemy's pool use the connection too; a dashboard may hold the
+            # file for a while.
             engine_kwargs={
                 "creator": lambda: sqlite3.connect(path, timeout=60, check_same_thread=False)
             },
@@ -190,6 +192,7 @@ def read_trial(frozen: Any) -> Trial | None:
 def finish(study: optuna.Study, number: int, trial: Trial | None) -> None:
     """End a running trial of the study; without a `Trial` it was cut off."""
     if study.get_trials(deepcopy=False)[number].state == import_optuna().trial.TrialState.RUNNING:
+        # tell() refuses a trial that has ended, as one that the search before has ended.
         state = state_of("cut_off" if trial is None else trial.outcome)
         study.tell(number, None if trial is None else trial.result, state=state)
 
@@ -199,6 +202,8 @@ def state_of(kind: str) -> Any:
     states = import_optuna().trial.TrialState
     if kind == "ok":
         return states.COMPLETE
+    # TPE models pruned points as bad ones and ignores failed trials: a crash may have another cause
+    # than the values.
     return states.PRUNED if kind in ("out_of_memory", "timeout", *NOT_RUN) else states.FAIL
 
 

@@ -222,8 +222,10 @@ class _Search:
         held = list(map(read_trial, self._study.get_trials(deepcopy=False)))
         for number, trial in enumerate(held):
             is_cut = trial is None or trial.outcome == "cut_off"
+            # Trials that a killed search left as running would stay so in the study.
             finish(self._study, number, None if is_cut else trial)
         self._take_over(held, db, retry)
+        # Another seed at each start: the same one would propose the first points again.
         self._study.sampler = _sampler((seed + len(held)) % 2**32)
         self._random = random.Random(seed)
         size = self._survey.size
@@ -380,8 +382,10 @@ class _Search:
         same = self._ended.get(point.key)
         if same is not None:
             asked.set_user_attr("same_as", same.number)
+            # The sampler learns the known result, which moves it on to other points.
             self._study.tell(asked, same.result, state=state_of(same.outcome))
             return None
+        # Written before the run: if the tuner is killed in it, the next start finds the point.
         asked.set_user_attr("point", {"values": point.values, "choices": point.choices})
         trial = replace(
             trial or self._execute(point, command, asked.number),
@@ -443,6 +447,7 @@ class _Search:
 
     def _must_stop(self, trial: Trial) -> bool:
         run = [one.outcome for one in self._trials.values() if one.is_run]
+        # Two silent trials are enough: the script, and not the points, is at fault.
         is_silent = set(run) <= {"no_result", "garbage"} and len(run) >= min(2, self._total)
         if is_silent and trial.log:
             raise TuneError(
@@ -477,9 +482,12 @@ def _sampler(seed: int) -> Any:
 
 def _suggest(asked: Any, question: Question) -> int:
     count = len(question.values)
+    # A study has no use for a parameter with one value, and make_point() leaves it out too.
     if count == 1:
         return 0
     if question.is_ordered:
+        # The index and not the value, so that uneven steps such as 1, 2, 4, 8 are modeled as
+        # neighbors.
         return int(asked.suggest_int(question.key, 0, count - 1))
     labels = [str(question.label(position)) for position in range(count)]
     return labels.index(asked.suggest_categorical(question.key, labels))

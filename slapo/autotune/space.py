@@ -176,6 +176,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
+    # A value that went through a database or a command line may come back as the other type.
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -270,6 +271,7 @@ def _walk(space: SpaceFunction, constraint: Callable[[Any], Any] | None, limit: 
     A refusal cuts off all questions after it.
     """
     found, seen, path = Survey(), set[str](), list[int]()
+    # Bounded, as refused points count for no limit: a space may refuse almost all of them.
     for _ in range(4 * limit):
         answers = iter(path)
         choices = Choices(lambda question, answers=answers: next(answers, 0))  # type: ignore[misc]

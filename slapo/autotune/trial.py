@@ -258,6 +258,7 @@ def run_command(
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
+                # The trial and its children form one process group, which killpg() reaches.
                 start_new_session=True,
             )
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -294,8 +295,10 @@ def _outcome(code: int, entries: Sequence[Any], text: str, metric: str) -> Trial
     lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
     last = lines[-1][:300] if lines else "it printed nothing"
     errors = [entry for entry in entries if isinstance(entry, list)]
+    # A process that reports a result and then fails has not trained to its end.
     if code == 0:
         reported = [entry for entry in entries if isinstance(entry, dict)]
+        # The last report counts, as a script may report several times.
         objects = [*reversed(reported), *map(_object, reversed(lines))]
         for figures in objects:
             if metric in figures:
@@ -307,6 +310,7 @@ def _outcome(code: int, entries: Sequence[Any], text: str, metric: str) -> Trial
         # Other ranks fail as a consequence, and may report first.
         kind, reason = next((e for e in errors if e[0] != "crash"), errors[0])
         return judged(kind, reason=reason)
+    # A shell returns 128 + the signal of its last command.
     if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
         reason = "it was killed (signal 9), as the kernel does when memory runs out"
         return judged("out_of_memory", reason=reason)
@@ -387,6 +391,7 @@ def _kill(process: subprocess.Popen[bytes] | None, mark: str) -> None:
     pids: set[int] = set()
     deadline = time.monotonic() + _GIVE_UP
     while time.monotonic() < deadline:
+        # In a loop, since a process may start another one before the signal arrives.
         pids = {pid for pid in pids if _runs(pid)} | set(_marked(mark))
         _send(process, signal.SIGKILL, pids)
         if not pids and (process is None or process.poll() is not None):
@@ -405,6 +410,8 @@ def _send(process: subprocess.Popen[bytes] | None, number: int, pids: Iterable[i
 
 def _runs(pid: int) -> bool:
     with contextlib.suppress(OSError):
+        # The name in parentheses may contain blanks and parentheses. Zombies hold no memory any
+        # more.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False
 

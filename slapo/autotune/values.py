@@ -102,6 +102,7 @@ def kind_of(error: BaseException) -> tuple[str, str]:
     memory = [line for line in lines if is_out_of_memory(line)]
     if memory or isinstance(error, MemoryError | torch.OutOfMemoryError):
         return "out_of_memory", (memory or lines)[0][:300]
+    # Engines and launchers wrap an error of CUDA in their own.
     if error.__cause__ is not None and kind_of(error.__cause__)[0] == "out_of_memory":
         return kind_of(error.__cause__)
     is_schedule = isinstance(error, SlapoError) and not isinstance(error, MissingPackageError)
@@ -115,6 +116,7 @@ def is_out_of_memory(line: str) -> bool:
 
 def finite_number(value: Any) -> float | None:
     """Return the value as a float, or None if it is not a finite number."""
+    # True is a Real too, but no measurement.
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     with contextlib.suppress(OverflowError):
@@ -138,5 +140,6 @@ def _append(line: str) -> None:
     path = os.environ.get(RESULTS)
     with contextlib.suppress(OSError):
         if path:
+            # Opened for each line: appended writes of several ranks do not overwrite one another.
             with open(path, "a") as file:
                 file.write(line + "\n")
