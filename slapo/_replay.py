@@ -89,6 +89,7 @@ def replay(
     True
     """
     loaded = _loaded(record)
+    # A record of this process may hold objects that only a file would refuse.
     loaded.check_holds()
     primitives = [_primitive(step, each) for step, each in enumerate(loaded)]
     _check_imports(loaded, [allow] if isinstance(allow, str) else allow)
@@ -140,6 +141,7 @@ def _searches(record: ScheduleRecord) -> dict[int, list[tuple[str, Found]]]:
     found: dict[int, list[tuple[str, Found]]] = {}
     for step, each, _, part in _parts(record):
         if isinstance(part, Found) and part.ago > 0:
+            # Repeated at the step where it ran: steps between may have changed what it finds.
             found.setdefault(max(step - part.ago, 0), []).append((each.path, part))
     return found
 
@@ -203,6 +205,7 @@ def _check_numbers(record: ScheduleRecord, world_size: int) -> None:
 
 def _numbers(value: Any) -> Iterator[int]:
     """Yield the integers among a primitive's arguments that may be sizes or counts."""
+    # Not bool, and no index from the end: -1 holds for any number of ranks.
     if type(value) is int and value > 0:
         yield value
     elif isinstance(value, dict):
@@ -224,6 +227,7 @@ def _apply(sch: Schedule, primitive: type[Primitive], record: Record, what: str)
         args, kwargs = _call(primitive, values, record.positional)
         identity = identify((*args, *kwargs.values()))
         made = dataclasses.replace(record, identity=identity)
+        # trace() returns False instead of raising.
         if perform(node, primitive, args, kwargs, made) is False:
             raise SlapoError(f"{record.call()} failed, see the warning; fix its cause")
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:

@@ -30,6 +30,7 @@ def keep(value: Any, node: Node) -> Any:
     The result holds no module, graph or large tensor, and later changes of `value` do not affect
     it. Values that no file can hold become their text; saving the record then raises.
     """
+    # By exact type: a subclass of int or str, such as an enum member, would come back as its base.
     if type(value) in PLAIN or isinstance(value, Part):
         return value
 

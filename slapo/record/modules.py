@@ -20,6 +20,7 @@ from slapo.weights.meta import init_empty_weights
 from slapo.weights.provenance import own_values
 
 _OF_TORCH = frozenset(vars(nn.Module()))
+#: Tables of hooks; those named ``..._with_kwargs`` only refine the others.
 _HOOKS = tuple(sorted(name for name in _OF_TORCH if "hook" in name and "_with_kwargs" not in name))
 _BY_A_FUNCTION = (
     "create it in a top-level function of a module: select(path).replace(make) or "
@@ -86,6 +87,8 @@ class ModuleSpec(Part):
         if not self.state:
             return ""
         try:
+            # A constructor may draw values; saving a record must not change what training draws
+            # next.
             with torch.random.fork_rng(devices=[]):
                 state = _state_of(self.revive())
         except Exception as error:  # the constructor may raise anything
@@ -123,6 +126,7 @@ def keep_module(module: nn.Module, keep: Keep, node: Node) -> Part:
 def _is_empty(module: nn.Module, node: Node) -> bool:
     """Return whether a module has parameters, none of which has a value that would be lost."""
     for path, part in module.named_modules():
+        # A wrapper around the model's own module, for example.
         if id(part) in node.state.nodes_of:
             what = f"its {path!r} is" if path else "it is"
             raise _OpaqueError(f"{what} in the model already, and a new one would not be the same")
@@ -146,6 +150,7 @@ def _recipe(module: nn.Module, keep: Keep) -> tuple[Named, tuple[Any, ...], dict
     cls = import_path(type(module))
     if cls is None:
         raise _OpaqueError(f"its class {type(module).__qualname__} cannot be imported by name")
+    # Its constructor takes children, which have no attribute of an argument's name.
     if type(module) is nn.Sequential:
         return cls, tuple(keep(child) for child in module), {}
     kwargs: dict[str, Any] = {}
@@ -171,6 +176,7 @@ def _parameters(cls: type[nn.Module]) -> Mapping[str, Any]:
 def _attribute(module: nn.Module, name: str, default: Any) -> tuple[bool, Any]:
     """Find a module's attribute for a constructor argument; ``bias=True`` is a parameter."""
     if name in module._parameters:
+        # nn.Linear(bias=True) keeps a parameter of that name, whose presence is the argument.
         return isinstance(default, bool), module._parameters[name] is not None
     if name in module._modules or name in _OF_TORCH:
         return False, None
@@ -215,8 +221,10 @@ def _comparable(name: str, value: Any) -> str:
     if isinstance(value, Mapping):
         return str({repr(k): _comparable(name, v) for k, v in value.items()})
     if isinstance(value, (tuple, list)):
+        # With the type's name, as (1,) and [1] may act differently.
         return f"{type(value).__name__}{[_comparable(name, item) for item in value]}"
     if isinstance(value, (set, frozenset)):
+        # Sets of strings have another order in each process.
         return str(sorted(_comparable(name, item) for item in value))
     named = import_path(value) if callable(value) else None
     if named is None:
@@ -228,5 +236,6 @@ def _comparable(name: str, value: Any) -> str:
 def _bytes_of(tensor: Tensor) -> str:
     if tensor.is_meta:
         return "meta"
+    # As bytes, since numpy has no bfloat16.
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(data.numpy().tobytes()).hexdigest()

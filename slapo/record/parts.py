@@ -106,6 +106,7 @@ def encode(value: Any) -> Any:
         return [encode(item) for item in value]
     if isinstance(value, dict):
         return _encode_dict(value)
+    # JSON has lists only, and pads or shapes of a primitive may have to be tuples.
     if isinstance(value, tuple):
         return {"tuple": [encode(item) for item in value]}
     if isinstance(value, (set, frozenset)):  # the same order in every process
@@ -122,6 +123,7 @@ def _encode_dict(value: dict[Any, Any]) -> Any:
 
 
 def _encode_plain(value: Any) -> Any:
+    # JSON has no infinity or NaN.
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(value)}
     if isinstance(value, complex):
@@ -287,6 +289,8 @@ def check_value(named: Named, allow: Collection[str]) -> None:
     if not named.is_read:
         return
     owner = value if hasattr(value, "__module__") else getattr(value, "__objclass__", None)
+    # Where the value was defined, and not the name in the file: trusted modules also hold imports
+    # of ``os`` and others.
     home = str(getattr(owner, "__module__", None))
     root = home.partition(".")[0]
     if root not in allow:
@@ -310,7 +314,10 @@ def import_path(value: Any) -> Named | None:
     # Torch's own functions have names within the extension.
     last = name.rpartition(".")[2]
     places += [("torch", last), ("torch", f"Tensor.{last}"), ("torch.nn.functional", last)]
+    # Only a name that leads back to this very object is written: a replay must not call another
+    # one.
     for place, qualname in places:
+        # Only imported modules are searched: keeping an argument must import nothing.
         module = sys.modules.get(place) if isinstance(place, str) else None
         try:
             found = look_up(module, qualname)
@@ -383,6 +390,7 @@ class Values(Part):
 
     def revive(self, node: Node) -> Tensor:
         """Return a copy, which the primitive may change."""
+        # Not to the recorded index, as each rank has its own device.
         return self.tensor.clone().to(self.device)
 
 

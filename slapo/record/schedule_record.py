@@ -115,12 +115,15 @@ class ScheduleRecord(Sequence[Record]):
         """
         self.check_holds()
         lines = ",\n".join(
+            # One line per step, so that a diff of two files shows steps.
             f"  {json.dumps(_encoded(record), allow_nan=False)}" for record in self.records
         )
         head = {"format": FORMAT, "version": VERSION, "world_size": self.world_size}
         head |= {"root": self.root} if self.root else {}
         text = f'{json.dumps(head)[:-1]}, "steps": [\n{lines}\n]}}\n'
         target = Path(path)
+        # In the same folder, since replace() is atomic within one file system only. Ranks that save
+        # to one path need different names.
         scratch = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
         try:
             scratch.write_text(text)

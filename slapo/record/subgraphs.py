@@ -75,6 +75,7 @@ class Found(Part):
         key = (node.path, self.verb, repr(self.pattern), step)
         if key not in results:
             results[key] = self._search(node)
+        # Parts that share a search are found by their own id, which revive() looks up.
         results[id(self)] = results[key]
 
     def revive(self, node: Node) -> Any:
@@ -82,6 +83,7 @@ class Found(Part):
         found = (_results.get() or {}).pop(id(self), None)
         if found is None:
             found = self._search(node)
+        # An index into other results would rewrite other operations without an error.
         if len(found) != self.total:
             raise SlapoError(
                 f"{spelled(node.path)}.{self.verb}({describe(self.pattern)}) finds {len(found)} "
@@ -107,6 +109,7 @@ def keep_found(value: Any, keep: Callable[[Any], Any], node: Node) -> Part:
     pattern = keep(origin.pattern)
     if isinstance(pattern, Unnamed):
         return Unnamed(describe(value), f"a match of a pattern that is {pattern.why}")
+    # Relative, as a replay may apply only a slice of the record.
     ago = len(node.state.history) - origin.steps
     return Found(origin.verb, pattern, origin.position, origin.total, ago)
 
