@@ -151,6 +151,8 @@ def build(
         return model, None
     dialect = get_dialect_cls("runtime", target)
     what = f"build(target={target!r})"
+    # From here on each step either succeeds on all ranks or raises on all: a rank that raised alone
+    # would leave the others waiting in a collective.
     runtime = all_ranks_or_none(what, lambda: dialect(sch, **kwargs))
     same_on_all_ranks(what, runtime.described())
     check_same_schedule(sch, everywhere=True)
@@ -162,10 +164,12 @@ def build(
         named = _tensors_of(lowering.module)
         lowering.created = frozenset(name for name, tensor in named if tensor.is_meta)
         create = partial(_create_all, what, sch, lowering, init_weights)
+        # Such a runtime first shards the parameters on meta, then has them filled share by share.
         if runtime.fills_shares and has_meta_tensors(model):
             lowering.fill = create
         else:
             create()
+        # Before lower(): runtimes copy and flatten parameters, and the copies lose their origins.
         write_down(model, sch.state.original)
         lowering.history = tuple(sch.state.history)
         allow_calls(model)
@@ -199,7 +203,9 @@ def _remember_folder(sch: Schedule, folder: str) -> None:
 
 def _hook_in(model: nn.Module, parts: Iterable[nn.Module]) -> None:
     """Take over the model's own saving; let errors name the module that was running."""
+    # Notes on exceptions came with Python 3.11.
     for part in parts if sys.version_info >= (3, 11) else ():
+        # A model may be built twice.
         if note_module not in part._forward_hooks.values():
             part.register_forward_hook(note_module, always_call=True)
     if hasattr(innermost(model), "save_pretrained"):
@@ -224,6 +230,7 @@ def _check_first_call(sch: Schedule, *call: Any) -> None:
     try:
         check_call(sch, *call)
     except Exception as error:
+        # An uncertain finding may be a missing rule, and must not stop a training that is right.
         if isinstance(error, PlacementError) and error.is_certain:
             raise
         logger.warning(
@@ -249,6 +256,7 @@ def _as_whole(sch: Schedule) -> Schedule:
             "longer a separate model; build the root, or schedule the part alone: "
             f"slapo.create_schedule(model.{sch.model_path})"
         )
+    # The new state knows only ties inside the part, so those to the rest are checked here.
     check_ties(top.mod, top.state.ties)
     state = ScheduleState(TieGroups(sch.mod), sch.state.start_note)
     state.original = sch.state.original  # the names of its tensors stay those of the original model
@@ -280,6 +288,8 @@ def _build_module(
     note_adapters(sch.mod, sch.state.original)
     write_down(sch.mod, sch.state.original)
     _hook_in(sch.mod, [sch.mod])
+    # Materialization and replace() make new parameters, which an optimizer made before does not
+    # have.
     refuse_earlier_optimizers(sch.mod, sch.state.parameters)
     if sch.world_size > 1:
         from slapo.sharding.whole_steps import watch_optimizers  # only if something may be sharded
@@ -340,6 +350,7 @@ def _create(
             model.give_tensors(stages)
             wanted = {id(tensor) for _, tensor in _tensors_of(here)}
             # One seed for all ranks: stages must initialize shared parameters alike.
+            # Gathered, so that all ranks take the first rank's draw.
             seed = gathered(int(torch.randint(2**31, ())), None)[0]
             materialize(model.whole, init_weights, group, None, wanted, loader, among, seed)
             model.renew_tensors()
@@ -390,6 +401,7 @@ def check_same_schedule(sch: Schedule, everywhere: bool = False) -> None:
     group = None if everywhere else sch.group
     if not has_peers(group) or (sch.world_size == 1 and not everywhere):
         return
+    # First only the digests: full histories are large, and equal in nearly all runs.
     digests = gathered(sch.digest(), group)
     if len(set(digests)) == 1:
         return

@@ -55,11 +55,13 @@ def all_ranks_or_none(
         result = check()
     except Exception as raised:
         error = raised
+    # One integer in the usual case; texts are gathered only after a failure.
     failed = torch.tensor(int(error is not None), device=communication_device(group))
     dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
     if not failed.item():
         return result  # type: ignore[return-value]  # there was no error
     texts = gathered(f"{type(error).__name__}: {error}" if error else None, group)
+    # A rank's own error keeps its type and traceback.
     if error is not None:
         raise _raised_by(group, error)
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -97,6 +99,7 @@ def same_on_all_ranks(
 
 def extremes(values: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Return the elementwise maximum and minimum over the ranks, in one collective."""
+    # The maximum of the mirrored values is the minimum, which saves a second collective.
     mirrored = -values if values.is_floating_point() else ~values  # -x overflows for the least
     both = torch.stack([values, mirrored]).to(communication_device(group))
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
@@ -111,6 +114,7 @@ def checksum(tensor: Tensor) -> Tensor:
     """
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)
     whole = flat.numel() // 8 * 8
+    # A view as int64 needs an aligned start.
     if flat.storage_offset() % 8:
         flat = flat.clone()
     words = flat[:whole].view(torch.int64)
@@ -131,6 +135,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 def communication_device(group: dist.ProcessGroup | None) -> torch.device:
     """Device on which small tensors must be for the collectives of ``group``."""
+    # A group may have a backend for each device; objects and small tensors then go by the CPU.
     if "cpu:" in str(dist.get_backend_config(group)):
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()

@@ -88,6 +88,7 @@ def _slices_of(model: nn.Module) -> set[int]:
         for part, state in owners
         if state
         for name, spec in state.specs.items()
+        # Ranks that share a head of keys hold equal slices, which must count once in the norm.
         if spec.copy == 0
     ]
     return {id(p) for p in (*found, *filter(is_counted_slice, model.parameters()))}
@@ -108,6 +109,7 @@ def _shard_group(parameters: Iterable[nn.Parameter]) -> dist.ProcessGroup | None
             for dim, placement in enumerate(placed.placements):
                 if placement.is_shard():
                     group = placed.device_mesh.get_group(dim)
+                    # By ranks: two meshes over the same ranks have different group objects.
                     groups[tuple(dist.get_process_group_ranks(group))] = group
     if len(groups) > 1:
         raise SlapoError(

@@ -108,6 +108,7 @@ def listed(records: Sequence[Record]) -> str:
 
 def digest(records: Iterable[Record]) -> str:
     """Return a fingerprint of some records; equal on ranks that applied the same primitives."""
+    # Without the caller's line: a replay or another script may apply the same schedule.
     text = "\n".join(f"{record.call()} {record.identity}" for record in records)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -189,6 +190,8 @@ def _add_identity(value: Any, parts: list[str]) -> None:
             parts.append(f"{name}: {kind.__module__}.{kind.__qualname__}({shown})")
     elif isinstance(value, (FunctionType, MethodType)):
         code = value.__code__
+        # The bytecode tells apart functions of one name, as ids and addresses differ between
+        # processes.
         parts.append(f"{value.__module__}.{value.__qualname__} {code.co_code.hex()}")
         # Leave out code objects, whose text contains an address.
         plain = [c for c in code.co_consts if not isinstance(c, CodeType)]

@@ -75,6 +75,7 @@ def move_reducers(source: nn.Module, target: nn.Module) -> None:
     """Turn the reductions inside `source` into the first forward hooks of `target`."""
     state = source.__dict__.get(SHARDING)
     if state is not None:
+        # Each is put in front of the one before, which keeps their order.
         for hook in reversed(state.reducers):
             target.register_forward_hook(hook, prepend=True)
         state.reducers = ()
@@ -105,6 +106,8 @@ def _move(source: nn.Module, target: nn.Module, slots: tuple[str, ...]) -> None:
     """
     if source is target:
         return
+    # torch keeps full and older backward hooks in one table, and this flag says which kind it
+    # holds.
     if "_backward_hooks" in slots and source._is_full_backward_hook is not None:
         target._is_full_backward_hook = source._is_full_backward_hook
     for slot in slots:

@@ -14,6 +14,7 @@ def attribute(package: str, name: str, homes: Mapping[str, str]) -> Any:
     """Import an attribute of a package: a name that `homes` maps to a module, or a submodule."""
     if name in homes:
         value = getattr(importlib.import_module(homes[name]), name)
+        # Later accesses find the attribute and do not come here.
         setattr(sys.modules[package], name, value)
         return value
     path = f"{package}.{name}"

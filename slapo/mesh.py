@@ -150,6 +150,7 @@ def grid_of(mesh: DeviceMesh) -> DeviceMesh:
     present = [name for name in DIMS if name in names]
     ranks = mesh.mesh.permute([names.index(name) for name in present])
     ranks = ranks.reshape([mesh.size(names.index(d)) if d in names else 1 for d in DIMS])
+    # A dimension that the mesh lacks has one rank, so all code may assume three dimensions.
     groups = [mesh.get_group(name) if name in names else group_of_one() for name in DIMS]
     return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=DIMS)
 
@@ -204,6 +205,7 @@ def _start(device: torch.device, timeout: float | timedelta | None) -> None:
     given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
     backend = _backend_for(device.type)
     if not given:
+        # A store in memory: a single process needs no port, which another job may hold.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
     atexit.register(_end)
@@ -229,6 +231,7 @@ def _start(device: torch.device, timeout: float | timedelta | None) -> None:
 def _backend_for(kind: str) -> str:
     """Backend string with collectives of the device, plus gloo for CPU tensors."""
     default = dist.get_default_backend_for_device(kind)
+    # Objects and small tensors are exchanged on the CPU, and NCCL has no collectives there.
     return default if kind == "cpu" else f"cpu:gloo,{kind}:{default}"
 
 

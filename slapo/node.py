@@ -148,6 +148,7 @@ class ScheduleState:
             history=list(self.history),
             nodes_of={key: list(nodes) for key, nodes in self.nodes_of.items()},
             followed=set(self.followed),
+            # Captures belong to the modules of the original; a copy makes its own.
             captured={},
             shared_captures={},
             parameters={},
@@ -159,6 +160,7 @@ class ScheduleState:
     def restore(self, other: ScheduleState) -> None:
         """Reset this state to `other`."""
         self.ties, self.depth, self.followed = other.ties, other.depth, set(other.followed)
+        # In place: the table of histories refers to this list.
         self.history[:] = other.history
         self.nodes_of = {key: list(nodes) for key, nodes in other.nodes_of.items()}
 
@@ -226,6 +228,7 @@ class Node:
         node, pending = self, ""
         for part in path.split(".") if path else ():
             pending = f"{pending}.{part}" if pending else part
+            # The user may have set another module by hand, as in ``model.fc = new``.
             node.follow(pending)
             if pending in node.child:  # list items have joined names: "layer.3"
                 node, pending = node.child[pending], ""
@@ -333,6 +336,7 @@ class Node:
     def named_schedules(self, prefix: str = "") -> Iterator[tuple[str, Self]]:
         """Yield this node and all nodes below it with their paths, like ``named_modules``."""
         yield prefix, self
+        # Before the loop below, as it may rebuild the dict of children.
         for name in list(self.child):
             self.follow(name)
         for name, child in self.child.items():
@@ -388,6 +392,7 @@ class Node:
                 "root, and take the node from the copy"
             )
         state = self.state.copy()
+        # Its keys are ids of the original's modules; the nodes of the copy fill it again.
         state.nodes_of = {}
         write_down(self.mod)  # copied tensors would lose their origins
         model = copy.deepcopy(self.mod, memo)
@@ -405,6 +410,7 @@ class Node:
     def set_module(self, new: nn.Module) -> None:
         """Put `new` at every path of the present module, and update the tree."""
         old = self.mod
+        # A module at several paths has several nodes, and all of these paths get the new one.
         for node in self.state.nodes_of.pop(id(old)):
             node._mod = new
             self.state.nodes_of.setdefault(id(new), []).append(node)

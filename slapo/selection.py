@@ -126,6 +126,7 @@ class Selection(Generic[N]):
         with restored_on_error(self.nodes[0].get_top_schedule()):
             for node in self.nodes:
                 module = make_module(node.path, node.mod)
+                # record_of() would record the module; the function also fits models of other sizes.
                 record = record_of(node, replace, (module,), {})
                 given = {"new_mod": made_by(make_module, module, node)}
                 record = dataclasses.replace(record, given=given)
@@ -156,5 +157,6 @@ class Selection(Generic[N]):
 @functools.cache
 def compile_glob(pattern: str) -> re.Pattern[str]:
     """Compile a glob over dotted paths: ``*`` stays within a component, ``**`` spans several."""
+    # Longest first: ``**.`` matches any number of components, including none.
     regex = re.escape(pattern).replace(r"\*\*\.", r"(?:[^.]+\.)*").replace(r"\*\*", r".+")
     return re.compile(regex.replace(r"\*", r"[^.]*").replace(r"\?", r"[^.]"))

@@ -219,6 +219,7 @@ def with_wrapped(module: nn.Module) -> Iterator[nn.Module]:
 
 def is_adapted(module: nn.Module) -> bool:
     """Return True for a layer with low-rank adapters around it."""
+    # By names, without importing PEFT.
     return all(name in module._modules for name in ("base_layer", "lora_A", "lora_B"))
 
 
@@ -230,6 +231,8 @@ def replace_innermost(module: nn.Module, new: nn.Module) -> nn.Module:
     while isinstance(chain[-1].mod, ModuleWrapper):
         chain.append(chain[-1].mod)
     for wrapper in reversed(chain):
+        # Each wrapper shares the tables of what it wraps, so all of them are set again, from the
+        # inside.
         wrapper.set_mod(new)
         new = wrapper
     return module
