@@ -75,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # as with `slapo recipes | head`: the reader has closed the pipe
+        # Python flushes standard output again at exit, and would report the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except _UsageError as error:

@@ -85,6 +85,7 @@ def _sound(sizes: _Sizes) -> Tensor:
     bins, frames = (getattr(sizes.config, name, None) for name in ("num_mel_bins", "max_length"))
     if bins and frames:
         return sizes.zeros(frames, bins)
+    # Backward through the convolutions: the smallest waveform that gives `length` frames.
     samples = sizes.length
     kernels, strides = (getattr(sizes.config, f"conv_{name}", ()) for name in ("kernel", "stride"))
     for kernel, stride in zip(reversed(kernels), reversed(strides), strict=True):

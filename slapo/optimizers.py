@@ -41,6 +41,7 @@ def parameters_of(model: nn.Module) -> Known:
 def refuse_earlier_optimizers(model: nn.Module, before: Known) -> None:
     """Make the first steps of an optimizer raise if it holds parameters that left the model."""
     now = parameters_of(model)
+    # An id may have been taken over by a new tensor, so the objects are compared too.
     kept = {key for key, (_, ref) in before.items() if key in now and now[key][1]() is ref()}
     gone = {k: v for k, v in before.items() if k not in kept and v[1]() is not None}
     came = {k: v for k, v in now.items() if k not in kept}
@@ -58,6 +59,7 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _SEEN[optimizer] = looks + 1
     held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     for gone, came in list(_REPLACED.values()):
+        # A parameter with a gradient is in use elsewhere, perhaps in another model.
         untrained = {k: p for k, p in held.items() if p.grad is None}
         stale = [name for k, (name, ref) in gone.items() if k in untrained and ref() is held[k]]
         trained = ((k, n, ref()) for k, (n, ref) in came.items() if k not in held)

@@ -119,6 +119,7 @@ def load_pretrained(
     loader = Loader(found)
     if isinstance(target, Schedule):
         if dtype is not None:
+            # Meta tensors take the dtype here, and build() converts what it reads to it.
             cast_parameters(target.mod, dtype)
         target.state.loader = loader
         generation = found.take_generation_config()
@@ -127,6 +128,7 @@ def load_pretrained(
     else:
         loader.fill(all_ranks_or_none(what, lambda: _held(target)))
         if isinstance(target, Engine):
+            # First from the new parameters, then from the folder where that is more precise.
             target.renew_masters()
             target.fill_masters(loader)
     if found.missing:
@@ -205,6 +207,7 @@ def save_pretrained(
 
 def take_over_saving(model: nn.Module) -> None:
     """Replace ``model.save_pretrained`` of a sharded model by :func:`save_pretrained`."""
+    # shard() has put it there; a model without shards keeps Transformers' own method.
     if "save_pretrained" in innermost(model).__dict__:
         model.__dict__["save_pretrained"] = MethodType(_save_as_transformers, model)
 
@@ -235,6 +238,7 @@ def _with_values(
     target: nn.Module | Engine, held: list[Held], values: Mapping[str, Tensor]
 ) -> list[Held]:
     module = target.lowering if isinstance(target, Engine) else target
+    # keep_vars: the entries are matched to the held tensors by identity.
     state = module.state_dict(keep_vars=True)
     own = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
     lacking = [name for name in own if name not in values]

@@ -146,6 +146,7 @@ def _size(module: nn.Module) -> int:
 
 def _below(node: Node) -> list[_Item]:
     node.rebuild_children()  # the user may have replaced modules
+    # The schedule joins the names of a list and its item, as in "layer.3".
     return _items(node.child, depth=2)
 
 

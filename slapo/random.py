@@ -187,6 +187,7 @@ class RNGTracker:
                     f"a block is running under the random state {self._current!r}, and the new "
                     f"states {sorted(states)} lack it; call set_states() after the block"
                 )
+            # The state in use is in torch's generators, and not in the table.
             _restore(states[self._current])
         self._states = _copy(states)
 
@@ -216,6 +217,7 @@ class RNGTracker:
 
     def _switch(self, name: str | None) -> None:
         """Save the live state under its own name, and make ``name`` the live one."""
+        # torch has one generator for each device, so states are swapped in and out of it.
         live = _capture()
         if self._current is None:
             self._default = live

@@ -222,6 +222,7 @@ class Schedule(Node):
             # record.
             logger.info("%s.%s found %s", spelled(self.path), verb, found)
         for index, match in enumerate(found):
+            # A record names a match by its search: nodes exist in this process only.
             match.origin = Origin(verb, pattern, index, len(found), len(self.state.history))
         return found
 
@@ -240,6 +241,7 @@ class Schedule(Node):
 
     def _trace(self, verb: str) -> None:
         with warnings.catch_warnings(record=True) as caught:
+            # trace() warns instead of raising, and the error below repeats its reasons.
             warnings.simplefilter("always")
             if run(self, TracePrimitive):
                 return
@@ -300,6 +302,7 @@ class Schedule(Node):
 
 
 reserve_names(
+    # Attributes that __init__ sets are not in dir() of the class.
     {name for name in dir(Schedule) if not name.startswith("_")}
     | {"mod", "name", "path", "parent", "child", "group", "rank", "world_size", "metadata", "state"}
 )

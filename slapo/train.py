@@ -153,6 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = run / "train.py"
     path.write_text(script)
     ranks = str(_devices(given))
+    # By this Python: a torchrun on the PATH may belong to another environment.
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
     print(f"slapo train: torchrun --nproc-per-node {ranks} {path}", file=sys.stderr, flush=True)
     job = subprocess.Popen([sys.executable, *launch, str(path)])
@@ -254,6 +255,7 @@ def _layout(
         batch=given.batch or max(8, gpus),
         dtype=torch.bfloat16 if on_gpu else torch.float32,
     )
+    # The fastest one comes first.
     for each in found.fitting:
         layout = each.dry_run.layout
         if layout.target == "torch" and layout.pp == 1 and given.tp in (None, layout.tp):

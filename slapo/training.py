@@ -126,6 +126,7 @@ def fit(
                 bar.set_description(f"fit: loss {metrics['loss']:.4g}")
                 loop.say(metrics)
             if save is not None and save_every and _is_due(done, save_every, steps):
+                # In the background while training goes on; the last one must be complete on return.
                 engine.save(save, data=loop.state, keep=keep, wait=done == steps)
                 saved = done
         if save is not None and engine.step_count > saved:
@@ -162,12 +163,14 @@ class _Loop:
 
     def _next(self) -> Any:
         """Return the next batch; data that can be iterated again restarts."""
+        # Twice at most, as data that ends at once would restart forever.
         for _ in range(2):
             if self._iterator is None:
                 self._iterator = iter(self.data)
             for batch in self._iterator:
                 return batch
             again = iter(self.data)
+            # An iterator or generator returns itself and cannot restart.
             self._iterator = None if again is self._iterator else again
         raise ValueError(
             f"fit: data ended after {self.engine.step_count} steps; pass more data, or an iterable "
@@ -180,6 +183,7 @@ class _Loop:
         counts: Metrics = {}
 
         def counted() -> Iterator[Any]:
+            # Counted on the way: the engine takes the batch from the iterator itself.
             batch = self._next()
             counts.update(_counts(batch[0], self.engine.mesh["dp"].size()))
             yield batch
@@ -242,5 +246,6 @@ def _peak() -> float:
     """Peak memory of this rank in bytes: of its accelerator, else of the process."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
+    # ru_maxrss is in bytes on macOS, and in KiB elsewhere.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024.0 * peak

@@ -114,8 +114,8 @@ class ScheduleRecord(Sequence[Record]):
             pass instead.
         """
         self.check_holds()
+        # One line per step, so that a diff of two files shows steps.
         lines = ",\n".join(
-            # One line per step, so that a diff of two files shows steps.
             f"  {json.dumps(_encoded(record), allow_nan=False)}" for record in self.records
         )
         head = {"format": FORMAT, "version": VERSION, "world_size": self.world_size}
