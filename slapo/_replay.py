@@ -89,7 +89,7 @@ def replay(
     True
     """
     loaded = _loaded(record)
-    # A record of this process may hold objects that only a file would refuse.
+    # A record of this process may hold arguments as text only, which cannot be applied again.
     loaded.check_holds()
     primitives = [_primitive(step, each) for step, each in enumerate(loaded)]
     _check_imports(loaded, [allow] if isinstance(allow, str) else allow)

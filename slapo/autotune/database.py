@@ -154,6 +154,7 @@ def locked(db: Path | None) -> Iterator[None]:
         return
     import fcntl
 
+    # A file of its own, since SQLite locks and unlocks the database in each transaction.
     path = db.resolve()  # one lock for all links to the file
     with contextlib.ExitStack() as stack:
         try:
@@ -191,8 +192,8 @@ def read_trial(frozen: Any) -> Trial | None:
 
 def finish(study: optuna.Study, number: int, trial: Trial | None) -> None:
     """End a running trial of the study; without a `Trial` it was cut off."""
+    # tell() raises for a trial that has ended already.
     if study.get_trials(deepcopy=False)[number].state == import_optuna().trial.TrialState.RUNNING:
-        # tell() refuses a trial that has ended, as one that the search before has ended.
         state = state_of("cut_off" if trial is None else trial.outcome)
         study.tell(number, None if trial is None else trial.result, state=state)
 

@@ -345,6 +345,7 @@ class _Search:
         self._proposals += 1
         if misses >= _MISSES:
             return (self._one_of(left).parameters, "unseen") if left else None
+        # Every second proposal is a neighbor of the best point, the others are the sampler's.
         near = self._neighbors(left) if self._proposals % 2 == 0 else []
         return (self._one_of(near).parameters, "neighbor") if near else None
 
@@ -477,6 +478,8 @@ def _sampler(seed: int) -> Any:
     with warnings.catch_warnings():
         # Older versions of optuna call some of these options experimental.
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        # multivariate models values together, such as batch and tensor-parallel size; group does so
+        # in spaces whose points have different names.
         return optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True)
 
 

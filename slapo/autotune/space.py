@@ -271,7 +271,7 @@ def _walk(space: SpaceFunction, constraint: Callable[[Any], Any] | None, limit: 
     A refusal cuts off all questions after it.
     """
     found, seen, path = Survey(), set[str](), list[int]()
-    # Bounded, as refused points count for no limit: a space may refuse almost all of them.
+    # Refused points do not count toward the limit, and a space may refuse almost all.
     for _ in range(4 * limit):
         answers = iter(path)
         choices = Choices(lambda question, answers=answers: next(answers, 0))  # type: ignore[misc]

@@ -131,6 +131,7 @@ class _Hook:
         self._previous = previous
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        # Ctrl-C says nothing about the point.
         if isinstance(error, Exception):
             report_failure(*kind_of(error))
         self._previous(kind, error, trace)

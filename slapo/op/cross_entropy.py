@@ -297,6 +297,7 @@ def _refuse(packed: Tensor, labels: Tensor, counts: Tensor) -> None:
     is_fake = isinstance(packed, FakeTensor)
     if torch.compiler.is_compiling() or labels.device.type != "cpu" or is_fake:
         return
+    # Row 2 counts the ranks that hold the label.
     is_lost = counts & (packed[2] != 1)
     if bool(is_lost.any()):
         raise IndexError(

@@ -141,6 +141,7 @@ def register_builtin(*primitives: type[Primitive]) -> None:
 
 def reserve_names(names: set[str]) -> None:
     """Reserve names that no primitive may take."""
+    # Names of primitives are attributes of Schedule too; messages name their primitive instead.
     _RESERVED.update(names - set(_REGISTRY))
 
 
@@ -216,6 +217,7 @@ def _declared(
 ) -> dict[str, tuple[tuple[type, ...], tuple[str, ...], str]]:
     """Map each parameter name to its accepted classes, its accepted strings, and a hint."""
     found = {}
+    # eval_str, as annotations are strings under ``from __future__ import annotations``.
     hints: dict[str, Any] = inspect.get_annotations(apply, eval_str=True)
     for name, hint in hints.items():
         note = ""

@@ -37,6 +37,7 @@ def find_inputs(
         return (), {**inputs_of_layer(module, constants, config), **constants}
     args, kwargs = _from_model(sch, module)
     names = list(inspect.signature(module.forward).parameters)[: len(args)]
+    # zip_longest: a forward with *args has fewer names than arguments.
     args = tuple(constants.get(name, value) for name, value in zip_longest(names, args))
     return args, {**kwargs, **{n: v for n, v in constants.items() if n not in names}}
 

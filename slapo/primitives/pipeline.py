@@ -58,6 +58,7 @@ class CutPipelineStagePrimitive(Primitive, name="cut_pipeline_stage"):
             )
         note = sch.metadata.primitives["cut_pipeline_stage"]
         calls = note.get("calls", ())
+        # A cut without an index covers every call; cuts with indices may follow one another.
         if note and (call is None or not calls or call in calls):
             raise ValueError("a stage ends after this module already; leave the second cut out")
         above, name = sch.parent, sch.name

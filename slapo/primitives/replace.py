@@ -147,6 +147,7 @@ def replace_module(sch: Node, new: nn.Module) -> None:
     path = sch.model_path
     # Plans check and may raise, so they come before the first change.
     tie_plan = TiePlan(sch.get_top_schedule().mod, sch.state.ties, [path], path, new)
+    # Compared before inherit_weights() adopts the old parameters.
     dropped = dropped_values(new, old)
     if dropped:
         logger.warning(

@@ -143,6 +143,7 @@ def _check_buffer(sch: Node, module: nn.Module, tensor_name: str) -> None:
     for path, other in sch.get_top_schedule().mod.named_modules():
         bare = innermost(other)
         shared = [n for n, b in bare._buffers.items() if b is buffer and bare is not module]
+        # Wrappers share the table of their module.
         if shared and bare._buffers is not module._buffers:
             raise ValueError(
                 f"{path}.{shared[0]} is the same buffer, and would stay whole; give each module "

@@ -169,6 +169,7 @@ def _add_callable(
                 "of both that calls slapo.sharding.reduce_from_group(grad, sch.group)"
             )
         sch.mod.register_full_backward_hook(function)
+    # An empty name stands for a hook of the user, whose effect is unknown.
     _note(sch, KnownSync(mode, ""))
 
 
