@@ -180,10 +180,12 @@ def build(
         built = runtime.lower(lowering)
         if sch.state.loader is not None and isinstance(built[0], Engine):
             built[0].fill_masters(sch.state.loader)
+        # Last, since a failed build may be corrected by further primitives.
         sch.state.built_for = target
         return built
     finally:
         if isinstance(model, PipelinedModule):
+            # After an error too: the full model would keep the tensors of all stages.
             model.forget_whole()
 
 
