@@ -110,7 +110,7 @@ class _Words:
     def by_path(self) -> dict[str, str]:
         """Return path -> words, in module order."""
         self._shards()
-        # Sums that ``rows`` stands for are gone by now; the others follow other modules.
+        # Sums that ``rows`` stands for are gone by now.
         for path in self.sums:
             self.said[path].append("sum")
         for path, axis in self.derivation.gathering.items():

@@ -275,8 +275,7 @@ class _Materializer:
     def _install(self, slot: Slot, full: Tensor) -> None:
         value = full.detach()
         if self.among is not None and dist.get_world_size(self.among) > 1:
-            # Ranks may draw different values, for instance if they have drawn different numbers
-            # before.
+            # Ranks may have drawn different numbers before; all take the first rank's values.
             dist.broadcast(value, dist.get_global_rank(self.among, 0), group=self.among)
         local = slot.spec.slice(value) if slot.spec is not None else value
         if is_sharded(slot.tensor):
@@ -333,7 +332,7 @@ def _like_share(old: Any, local: Tensor) -> Tensor:
         local,
         old.device_mesh,
         old.placements,
-        # run_check would broadcast the values over the mesh.
+        # run_check would communicate over the mesh.
         run_check=False,
         shape=old.shape,
         stride=old.stride(),
