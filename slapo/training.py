@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,8 @@ def fit(
     eval_every
         Steps between evaluations; by default only at the end.
     scheduler
-        Scheduler that is stepped after each step, if ``build`` was given none.
+        Scheduler that is stepped after each step, if ``build`` was given none. It is saved and
+        resumed with the engine.
     save
         Folder of the saved steps.
     save_every
@@ -108,7 +109,7 @@ def fit(
         if value is not None:
             require_count(f"fit: {name}", value)
     logs = log if isinstance(log, (list, tuple)) else [log]
-    loop = _Loop(engine, data, [each for each in logs if each is not None])
+    loop = _Loop(engine, data, [each for each in logs if each is not None], scheduler)
     loop.resume(save)
     saved = engine.step_count
     noted = loop.asked if save is not None else nullcontext()
@@ -127,10 +128,10 @@ def fit(
                 loop.say(metrics)
             if save is not None and save_every and _is_due(done, save_every, steps):
                 # In the background while training goes on; the last one must be complete on return.
-                engine.save(save, data=loop.state, keep=keep, wait=done == steps)
+                loop.save(save, keep, wait=done == steps)
                 saved = done
         if save is not None and engine.step_count > saved:
-            engine.save(save, data=loop.state, keep=keep)
+            loop.save(save, keep)
     return loop.history
 
 
@@ -141,8 +142,10 @@ def _is_due(done: int, every: int | None, steps: int) -> bool:
 class _Loop:
     """State of one call of :func:`fit`."""
 
-    def __init__(self, engine: Engine, data: Iterable[Any], logs: Sequence[Log]) -> None:
-        self.engine, self.data, self.logs = engine, data, logs
+    def __init__(
+        self, engine: Engine, data: Iterable[Any], logs: Sequence[Log], scheduler: Any
+    ) -> None:
+        self.engine, self.data, self.logs, self.scheduler = engine, data, logs, scheduler
         self.history: list[Metrics] = []
         #: the data, if it saves and restores its own position
         self.state: Any = data if hasattr(data, "state_dict") else None
@@ -154,12 +157,30 @@ class _Loop:
     def resume(self, run: Any) -> None:
         """Resume from the last complete step of a run, if there is one."""
         if run is not None and Path(run).is_dir() and checkpoints(run):
-            notes = self.engine.load(run, data=self.state).notes
+            with self._scheduler_in_engine():
+                notes = self.engine.load(run, data=self.state).notes
             if self._is_first:
                 said = "".join(f"; {note}" for note in notes)
                 logger.info("fit: resumes from step %d of %s%s", self.engine.step_count, run, said)
         for _ in range(self.engine.step_count if self.state is None else 0):
             self._next()
+
+    def save(self, run: Any, keep: int, wait: bool = True) -> None:
+        """Save the engine, the data's position and the scheduler."""
+        with self._scheduler_in_engine():
+            self.engine.save(run, data=self.state, keep=keep, wait=wait)
+
+    @contextmanager
+    def _scheduler_in_engine(self) -> Iterator[None]:
+        """Let the engine save and load the loop's scheduler."""
+        # Only for these calls: an engine steps its own scheduler, and earlier than the loop, which
+        # still reads the step's learning rate.
+        own = self.engine.scheduler
+        self.engine.scheduler = self.scheduler if own is None else own
+        try:
+            yield
+        finally:
+            self.engine.scheduler = own
 
     def _next(self) -> Any:
         """Return the next batch; data that can be iterated again restarts."""

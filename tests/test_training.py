@@ -120,6 +120,16 @@ def test_the_same_call_goes_on(data: Any, tmp_path: Path) -> None:
     assert slapo.fit(engine(), data(), steps=STEPS, save=run) == []
 
 
+def test_the_scheduler_goes_on(tmp_path: Path) -> None:
+    def rates(steps: int) -> list[float]:
+        made = engine()
+        falling = torch.optim.lr_scheduler.LambdaLR(made.optimizer, lambda step: 1 / (step + 1))
+        history = slapo.fit(made, batches(), steps=steps, scheduler=falling, save=tmp_path / "run")
+        return [each["lr"] for each in history]
+
+    assert [*rates(2), *rates(5)] == pytest.approx([0.01 / step for step in range(1, 6)])
+
+
 @on_ranks(2)
 def test_over_two_ranks(tmp_path: Path) -> None:
     wanted, run = plain(2), tmp_path / "run"
