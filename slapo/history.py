@@ -122,6 +122,7 @@ def caller_location() -> str:
 def warn_caller(message: str) -> None:
     """Warn at the line that called into this package, at any depth."""
     frame = _caller_frame()
+    # With the caller's registry, a filter such as "once per line" counts the caller's lines.
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     where = (frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__"))
     warnings.warn_explicit(message, UserWarning, *where, registry=registry)
@@ -194,8 +195,8 @@ def _add_identity(value: Any, parts: list[str]) -> None:
         # processes.
         parts.append(f"{value.__module__}.{value.__qualname__} {code.co_code.hex()}")
         # Leave out code objects, whose text contains an address.
-        plain = [c for c in code.co_consts if not isinstance(c, CodeType)]
-        parts.append(f"{plain} {code.co_names} {value.__defaults__}")
+        plain = ", ".join(_shown(c) for c in code.co_consts if not isinstance(c, CodeType))
+        parts.append(f"[{plain}] {code.co_names} {_shown(value.__defaults__)}")
     elif isinstance(value, Sequence):
         origin = getattr(value, "origin", None)  # a match is identified by the search that found it
         if origin is not None:
@@ -203,6 +204,17 @@ def _add_identity(value: Any, parts: list[str]) -> None:
             return
         for item in value:
             _add_identity(item, parts)
+
+
+def _shown(value: Any) -> str:
+    """Text of a constant or of default values, the same in every process."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shown, value))}{',' * (len(value) == 1)})"
+    if isinstance(value, (set, frozenset)):  # ``x in {"a", "b"}`` has a set as a constant
+        return "{" + ", ".join(sorted(map(_shown, value))) + "}"
+    text = repr(value)
+    # The repr of an object, such as a process group, may have its address.
+    return text if " at 0x" not in text else type(value).__name__
 
 
 def _describe_sequence(value: Sequence[Any]) -> str:

@@ -23,6 +23,7 @@ pytest.importorskip("transformers")
 import slapo
 from examples import parallel_models
 from slapo import Schedule, ScheduleRecord
+from slapo.history import identify
 from slapo.primitives import base
 from slapo.primitives.base import is_builtin
 from slapo.record import keep
@@ -398,6 +399,19 @@ def test_text_and_order_of_sets_are_the_same_in_every_process() -> None:
     sch = slapo.create_schedule(stack())
     sch["head"].annotate("bias", "kinds", {"b", "a", "c"})
     assert sch.history[0].arguments["value"] == "{'a', 'b', 'c'}"
+
+
+def test_functions_are_the_same_in_every_process() -> None:
+    """Sets of constants have another order there, and objects another address."""
+
+    def made(kinds: str, group: object) -> Any:
+        names: dict[str, Any] = {"group": group}
+        exec(f"def hook(module, args, output, group=group): return output in {kinds}", names)
+        return names["hook"]
+
+    first = identify(made("{0, 8}", object()))
+    assert first == identify(made("{8, 0}", object()))
+    assert first != identify(made("{0, 9}", object()))
 
 
 # --- what is kept ---------------------------------------------------------------------------------
