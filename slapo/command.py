@@ -244,7 +244,9 @@ def _default_config(key: str) -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise MissingPackageError("transformers", "hf", "a recipe's table") from error
+        raise MissingPackageError(
+            "the table of a recipe needs transformers: pip install 'slapo[hf]'"
+        ) from error
     try:
         return transformers.AutoConfig.for_model(key)
     except ValueError:  # not a model type of Transformers

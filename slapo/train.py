@@ -143,7 +143,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         script = script_of(given)
     except (SlapoError, ValueError, TypeError, KeyError, OSError) as error:
-        print(f"slapo train: {error.args[0] if error.args else error}", file=sys.stderr)
+        # The text of a KeyError has quotes around it; the first argument of an OSError is a number.
+        text = error.args[0] if isinstance(error, KeyError) and error.args else error
+        print(f"slapo train: {text}", file=sys.stderr)
         return 1 if isinstance(error, SlapoError) else 2
     if given.print_script:
         print(script, end="")
@@ -219,6 +221,8 @@ def _check_files(given: argparse.Namespace) -> None:
         )
     if not data.is_file():
         raise ValueError(f"--data {data} is not a file; pass a text file or a .jsonl file")
+    if out.is_file():
+        raise ValueError(f"--out {out} is a file; pass a new folder")
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out {out} already holds files; pass a new folder")
     if given.steps < 1:

@@ -118,6 +118,7 @@ def test_mistakes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "t5", "--data", "text.txt"], "t5 holds a t5, but slapo train takes causal"),
         ([*ASK, "--data", "text.txt", "--seq", "65"], "pass 2 or more, and at most 64"),
         ([*ASK, "--data", "text.txt", "--seq", "1"], "--seq is 1; pass 2 or more"),
+        ([*ASK, "--data", "text.txt", "--out", "text.txt"], "--out text.txt is a file"),
         ([*ASK, "--data", "text.txt", "--steps", "0"], "--steps is 0"),
         ([*ASK, "--data", "text.txt", "--gpus", "-1"], "--gpus is -1"),
         ([*ASK, "--data", "text.txt", "--tp", "3"], "with --tp 3; see slapo suggest"),
