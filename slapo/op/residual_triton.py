@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from slapo.op.dispatch import refuse_graph
 
 #: Most programs of the backward pass. Each sums the parameters' gradients over its rows.
 _PROGRAMS = 256
@@ -114,8 +115,8 @@ class DropoutAddNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_graph("dropout_add_norm by triton", "pass backend='torch'")
         total, mean, scale, weight, seed = ctx.saved_tensors
         x_type, residual_type, weight_type = ctx.types
         rows, hidden = len(mean), total.shape[-1]
