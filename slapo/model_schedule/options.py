@@ -232,7 +232,7 @@ def _check_counts(config: Any, recipe: Recipe, ranks: int) -> None:
     count = _count(config, name) if name else None
     # With fewer heads than ranks, ranks // count ranks share each head.
     if count and count % ranks and ranks % count:
-        heads = getattr(config, recipe.counts.split()[0])
+        heads = getattr(config, recipe.counts.split()[0]) if recipe.counts else count
         fit = [n for n in _factors(heads) if count % n == 0 or n % count == 0]
         raise ValueError(_unfit(name, count, ranks, fit))
 

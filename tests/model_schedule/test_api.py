@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from slapo.model_schedule import (
     register_schedule,
     unregister,
 )
+from slapo.model_schedule.options import _check_counts
 from slapo.op import RMSNorm
 from slapo.op.linear_loss import LossHead
 from slapo.verify.placement.offline import fake_world
@@ -403,6 +406,12 @@ def test_embedding_hooks() -> None:
     assert by_family is gen_embedding_hooks
 
 
+def test_heads_of_a_table_without_counts() -> None:
+    recipe = Recipe((), counts="", key_value_heads="num_key_value_heads")
+    with pytest.raises(ValueError, match=r"heads is 2, but .* sizes that fit: \[1, 2\]"):
+        _check_counts(SimpleNamespace(num_key_value_heads=2), recipe, 3)
+
+
 # --- command -------------------------------------------------------------------------------------
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
@@ -419,6 +428,14 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "recipe of its family, or else a draft" in capsys.readouterr().out
     assert main(["recipes", "lama"]) == 2
     assert "did you mean 'llama'" in capsys.readouterr().err
+
+
+def test_command_without_transformers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["recipes", "llama"]) == 1
+    assert capsys.readouterr().err.startswith("the table of a recipe needs transformers: pip")
 
 
 @pytest.mark.parametrize("key", recipe_keys())
