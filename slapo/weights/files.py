@@ -119,8 +119,9 @@ class TensorFile:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             with _naming(path):
-                # A full disk raises here, before any work.
-                os.posix_fallocate(fd, 0, 8 + len(text) + at)
+                # A full disk raises here, before any work; macOS cannot reserve space.
+                reserve = getattr(os, "posix_fallocate", lambda fd, _, size: os.ftruncate(fd, size))
+                reserve(fd, 0, 8 + len(text) + at)
                 os.pwrite(fd, len(text).to_bytes(8, "little") + text, 0)
         except BaseException:
             os.close(fd)

@@ -209,7 +209,7 @@ def dropped_values(new: nn.Module, original: nn.Module) -> list[str]:
         and p is not before[name]
         and p.shape == before[name].shape
         and not (p.is_meta or before[name].is_meta)
-        and not torch.equal(p.to(before[name].dtype), before[name])
+        and not torch.equal(p.to(before[name]), before[name])
     ]
 
 
