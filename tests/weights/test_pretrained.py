@@ -7,6 +7,7 @@ import csv
 import filecmp
 import gc
 import math
+import os
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -239,7 +240,9 @@ def on_meta(**changes: Any) -> slapo.Schedule:
         return slapo.create_schedule(llama(**changes))
 
 
-def test_a_model_from_a_folder_computes_what_it_did(folders: Path, tmp_path: Path) -> None:
+def test_a_model_from_a_folder_computes_what_it_did(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sch = on_meta()
     slapo.load_pretrained(sch, folders / "llama")
     model, _ = slapo.build(sch)
@@ -247,6 +250,7 @@ def test_a_model_from_a_folder_computes_what_it_did(folders: Path, tmp_path: Pat
     given = tokens(2, 8)
     expected = kind.from_pretrained(folders / "llama")(**given)
     assert torch.equal(model(**given).logits, expected.logits)
+    monkeypatch.delattr(os, "posix_fallocate")  # as on macOS
     slapo.save_pretrained(model, tmp_path / "half", dtype=torch.bfloat16)
     half = kind.from_pretrained(tmp_path / "half", dtype="auto")
     assert half.dtype == torch.bfloat16
