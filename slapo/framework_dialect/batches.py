@@ -326,6 +326,7 @@ class BatchCheck:
         largest, smallest = extremes(torch.tensor(digest, dtype=torch.int64), self.group)
         if torch.equal(largest, smallest):
             return batch
+        # Texts are exchanged for the message only; a step compares two integers.
         same_on_all_ranks(
             f"{what}: the batch of data-parallel coordinate {self._dp}",
             f"{_describe(batch)} with checksum {digest[1]:x}",

@@ -127,6 +127,8 @@ class _Unpack(torch.autograd.Function):
         tensors = layout.read(buffer)
         metas = zip(tensors, layout.tensors, strict=True)
         ctx.mark_non_differentiable(*(t for t, meta in metas if not meta.requires_grad))
+        # `write` leaves zeros in the buffer for absent gradients; autograd would allocate them one
+        # by one.
         ctx.set_materialize_grads(False)
         return (buffer.new_zeros(()), *tensors)
 
@@ -138,6 +140,7 @@ class _Unpack(torch.autograd.Function):
 class _Anchored(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, anchor: Tensor) -> Tensor:
+        # Megatron-Core divides the loss that it gets in place.
         return loss.clone()
 
     @staticmethod

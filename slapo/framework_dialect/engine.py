@@ -84,6 +84,8 @@ class Engine:
         self.grad_norm: Tensor | None = None
         self.step_count = self.samples = 0
         all_ranks_or_none("build", self._check_model)
+        # Not to(), which fails on tensors on meta. _apply keeps the Parameter objects, and so their
+        # ties, tags and hooks.
         self.module._apply(self._moved)
         #: parameters shared by several stages
         self.shared = share_over_mesh(lowering, self.mesh, options.sync_replicated, self._rank_of)
@@ -169,6 +171,8 @@ class Engine:
     def _train(self, batch: Batch) -> Tensor:
         """Run one step; an engine whose library does all of it in one call overrides this."""
         self._forward_backward(batch)
+        # The collective of the loss runs while the optimizer works; scale() waits for it only if
+        # the loss function may return counts, or on checked steps.
         mean = self._begin_mean()
         self._optimizer_step(mean.scale())
         return mean.loss()
@@ -205,8 +209,12 @@ class Engine:
             try:
                 with self._evaluating(), torch.no_grad(), self._among_replicas(batch):
                     parts = batch.most_parts(self.options.micro_batches)
+                    # Agreed before the first forward: afterwards, the all-reduce of a replica with
+                    # fewer forwards would meet a gather of one that has more.
                     most = self._most_forwards(parts)
                     self._evaluate(batch, parts)
+                    # The gathers of other replicas need this one's shards; its further losses do
+                    # not count.
                     self._is_idle = True
                     for _ in range(most - parts):
                         self._evaluate(batch.first(parts), 1)
@@ -247,6 +255,9 @@ class Engine:
         for part in batch.cut(parts):
             self._loss(part)
 
+    # Three methods, since libraries intervene at different points. _call runs the model as the
+    # library wraps it, also for engine(...). _loss_of applies the loss function to an output, also
+    # in the last stage of a pipeline. _loss is both for one micro-batch.
     def _loss(self, part: Batch) -> Tensor:
         """Compute the loss of a micro-batch, without a pipeline."""
         return self._loss_of(self._call(*part.args, **part.kwargs), part)
@@ -277,6 +288,9 @@ class Engine:
         if counts is not None:
             each: Tensor | float = 1.0
             if training:
+                # The engine averages gradients over dp replicas. With the weight dp / (targets of
+                # all replicas) the mean of the replicas' weighted sums is the mean over all
+                # targets.
                 total = counts.sum()
                 if self.mesh.shape[1] > 1:
                     dist.all_reduce(total, group=self.mesh.get_group("dp"))
@@ -325,6 +339,7 @@ class Engine:
         check, self.lowering.check_call = self.lowering.check_call, None
         if check is None:
             return
+        # The check runs in one process, with inputs that are equal on all tensor-parallel ranks.
         if len(set(gathered(batch_digest(part), self.mesh.get_group("tp")))) > 1:
             logger.info("no placement check of the first batch: tensor-parallel ranks differ in it")
             return
@@ -332,6 +347,7 @@ class Engine:
         def loss_of(output: Any) -> Tensor:
             assert self.options.loss_fn is not None, "checked before the batch was loaded"
             returned = self.options.loss_fn(output, part.targets)
+            # The sum of (sum, count); the count has no gradient.
             return returned[0] if isinstance(returned, (tuple, list)) else returned
 
         with self._as_plain():
@@ -633,6 +649,8 @@ class Engine:
     def saving_group(self) -> dist.ProcessGroup | None:
         """Group of all ranks for a thread that saves. The first call is a collective."""
         if self._saving_group is None:
+            # A group of its own: the thread's collectives run while training uses the other groups,
+            # on which ranks could pair them differently.
             self._saving_group = handle_of(dist.new_group(backend="gloo"))
         return self._saving_group.group
 

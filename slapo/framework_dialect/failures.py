@@ -91,6 +91,8 @@ class Failures:
         deadline = time.monotonic() + REPORT_SECONDS
         try:
             self._store.set(f"waiting/{self._rank}", "")
+            # A rank marks itself as waiting, and looks for a report. Once all wait, or the time is
+            # over, the first to notice reports the ranks that do not wait.
             while not (first := self._failure.reported()):
                 silent = [r for r in ranks if not self._store.check([f"waiting/{r}"])]
                 if not silent or time.monotonic() > deadline:

@@ -60,6 +60,8 @@ class GradientCheck:
             torch.randn(size, _PRODUCTS, generator=generator, dtype=own.dtype).to(own.device)
             for size in matrix.shape
         )
+        # left' G right for each pair of vectors: costs two products with thin matrices, without a
+        # copy of G.
         products = (left * (matrix @ right)).sum(0)
         digest = torch.cat([products, matrix.norm()[None]])
         self._digests[name] = self._digests.get(name, 0) + digest

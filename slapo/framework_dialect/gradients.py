@@ -85,6 +85,8 @@ def global_norm(
     first_tp, first_shard = _is_first(tp_group), _is_first(shard_group)
 
     def is_mine(param: Parameter) -> bool:
+        # An element counts on one rank: replicated parameters on the first rank of each group,
+        # shards on all.
         slice_or_first = first_tp or tensor_parallel(param)
         return slice_or_first and (first_shard or is_sharded(param)) and counted(param)
 

@@ -118,6 +118,8 @@ class LossReducer:
                 )
             own = found[self._place]
             own[0], own[1], own[2] = total, tally.count, float(bool(tally.returns_counts))
+        # Over the world: ranks of other stages add zeros, and replicas add up to the sums of the
+        # mean.
         self._work = dist.all_reduce(found, async_op=True) if self._has_peers else None
         self._found, self._check, self._read = found, check and self.tp > 1, None
         return self
@@ -142,10 +144,13 @@ class LossReducer:
             # Where the count is 0, so is the sum.
             counts = torch.where(counts == 0, 1, counts)
             means = sums / counts
+            # Reads from the device once; later steps do not synchronize for it.
             if self.returns_counts is None:
                 self.returns_counts = bool(marks[0].item())
             if self._check:
                 self._compare(means.tolist())
+            # The gradients of sums were averaged over dp replicas; the factor makes them those of
+            # the mean over all counts.
             self._read = means[0].float(), self.dp / counts[0] if self.returns_counts else None
         return self._read
 

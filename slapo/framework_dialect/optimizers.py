@@ -48,6 +48,7 @@ def place_steps(
     )
 
     reach = reach_of_steps(optimizer)
+    # Ranks may have different optimizers: a stage that trains nothing has an empty one.
     here = max(reach.values(), default=ELEMENT), bool(slices_of(lowering.module))
     everywhere = gathered(here, None)
     furthest, is_sliced = max(r for r, _ in everywhere), any(s for _, s in everywhere)

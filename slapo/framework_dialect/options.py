@@ -182,6 +182,8 @@ class TrainingOptions:
         return options if options.dtype else replace(options, dtype=half_of(model))
 
     def __post_init__(self) -> None:
+        # From here on a mesh has the dimensions (pp, dp, tp), of size 1 if the user's mesh lacks
+        # them. Engines thus read mesh.shape[1] as the number of replicas.
         object.__setattr__(self, "mesh", grid_of(self.mesh))
         for name, rule in self.rules.items():
             rule.check(name, getattr(self, name))

@@ -19,6 +19,8 @@ from slapo.framework_dialect.batches import Batch
 
 def calls_differ(batch: Batch, group: dist.ProcessGroup) -> bool:
     """Return whether replicas pass different arguments. A collective of the replicas."""
+    # Arguments and flags select the layers of a call. Shapes do not, and may differ between
+    # replicas.
     given = [
         (name, value if isinstance(value, bool) else None)
         for name, value in (*enumerate(batch.args), *sorted(batch.kwargs.items()))
@@ -30,6 +32,7 @@ def calls_differ(batch: Batch, group: dist.ProcessGroup) -> bool:
 
 def used_in(loss: Tensor) -> set[int]:
     """Ids of the parameters that a backward pass from a loss reaches."""
+    # A walk over the autograd graph. Each AccumulateGrad node has its parameter in `variable`.
     found: set[int] = set()
     seen: set[Any] = set()
     ahead: list[Any] = [loss.grad_fn]
@@ -84,10 +87,12 @@ def entering_alike(
             )
 
     handles = [
+        # Before FSDP2's own pre-hook, which gathers the unit's parameters.
         unit.register_forward_pre_hook(partial(meet, place), prepend=True)
         for place, unit in enumerate(units)
         if unit is not root
     ]
+    # A replica that skips the last units meets the others here.
     handles.append(root.register_forward_hook(partial(meet, len(units))))
     try:
         yield

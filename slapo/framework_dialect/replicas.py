@@ -134,6 +134,7 @@ def _share_values(
         for name, tensor in tensors:
             if sync or name in created:
                 _broadcast(tensor, group)
+        # No early end: all ranks have to run the collectives of every group.
         differs = None if sync else _first_difference(tensors, group)
         wrong = wrong or (None if differs is None else (differs, who))
     if not sync:

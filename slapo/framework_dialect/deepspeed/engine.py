@@ -313,6 +313,7 @@ class ZeroEngine(DeepSpeedEngine):
         for number, part in enumerate(parts, 1):
             self._is_last_part = number == len(parts)
             self._backward(self._loss(part))
+            # DeepSpeed counts micro-batches in step(), and updates nothing before the last one.
             if not self._is_last_part:
                 with quiet_warnings():
                     self.engine.step()

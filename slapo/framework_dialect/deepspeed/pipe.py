@@ -85,6 +85,8 @@ class StagePipeline(PipelineModule):
     ) -> None:
         (stage,) = lowering.stages.values()
         layer = StageLayer(stage, lowering.n_stages)
+        # PipelineModule assigns one layer to each stage by "uniform", and uses only that of this
+        # rank.
         layers: list[nn.Module] = [nn.Identity() for _ in range(lowering.n_stages)]
         layers[stage.index] = layer
         with quiet():

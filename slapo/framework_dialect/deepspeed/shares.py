@@ -78,6 +78,8 @@ class Shares:
 
     def _keep(self, parameter: Any, whole: Tensor) -> None:
         size = parameter.ds_tensor.numel()
+        # ZeRO-3 pads the flat parameter to a multiple of the ranks, so the last range may be
+        # shorter.
         mine = whole.flatten()[self._rank * size :][:size].float()
         self.exact[parameter] = F.pad(mine, (0, size - len(mine)))
 

@@ -47,6 +47,8 @@ class MegatronEngine(Engine):
         super().__init__(lowering, options)
         exact: dict[nn.Parameter, Tensor] = {}
         if options.half is not None:
+            # The optimizer makes its float32 copies after the cast; set_masters gives them these
+            # values.
             exact = {p: p.detach() for p in self.module.parameters()}
             cast_parameters(self.module, options.half)
         self._boundaries = lowering.boundaries(self.mesh)
@@ -248,6 +250,8 @@ class MegatronEngine(Engine):
         parameter: Any = held.tensor
         if not getattr(parameter, "main_param_sharded", False):
             return [replace(held, tensor=getattr(parameter, "main_param", parameter))]
+        # The distributed optimizer cuts flat buffers into equal ranges, which ignore bounds of
+        # parameters.
         place = range_of_share(self.optimizer, parameter)
         if place is None:
             return []  # entirely on other ranks

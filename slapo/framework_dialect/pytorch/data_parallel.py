@@ -50,6 +50,8 @@ def _is_list(module: nn.Module) -> bool:
 
 def _untied(module: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
     """Units that share no parameter with other modules; the rest is gathered with the root."""
+    # FSDP2 requires that modules which share a parameter are in one unit: outside its unit the
+    # parameter is only a shard.
     within = [{id(p) for p in unit.parameters()} for unit in units]
     inner = {id(m) for unit in units for m in unit.modules()}
     outside = (m for m in module.modules() if id(m) not in inner)
@@ -69,6 +71,7 @@ def shard_mesh(mesh: DeviceMesh, shard_size: int) -> DeviceMesh:
         return mesh["dp"]
     sizes, names = (pp, dp // shard_size, shard_size, tp), ("pp", "replicate", "shard", "tp")
     whole = DeviceMesh(mesh.device_type, mesh.mesh.view(sizes), mesh_dim_names=names)
+    # DeviceMesh creates its groups with torch's default timeout.
     for name in names:
         set_timeout(timeout_of_job(), whole.get_group(name))
     return whole["replicate", "shard"]
@@ -120,7 +123,9 @@ def shard_parameters(
             "mp_policy",
             MixedPrecisionPolicy(half, torch.float32, cast_forward_inputs=False),
         )
+    # fully_shard replaces each Parameter by a DTensor without its Python attributes.
     carried = {n: tags_of(p) for n, p in module.named_parameters(remove_duplicate=False)}
+    # The root last: it takes the parameters that no unit has taken before.
     parts = [*_untied(module, list(dict.fromkeys(fsdp_units(module)))), module]
     sharded = [fully_shard(part, mesh=over, **given) for part in parts]
     _include_unused(sharded)
@@ -147,6 +152,9 @@ def _include_unused(sharded: Sequence[FSDPModule]) -> None:
 def _post_backward(group: Any, reduce: Callable[..., None], *args: Any) -> None:
     """Reduce a group, with single and absent gradients in the dtype of accumulated ones."""
     params = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+    # With mp_policy, parameters used by earlier micro-batches have accumulated float32 gradients;
+    # those that only the last one used have theirs in half precision. FSDP2 reduces a group in one
+    # buffer, and refuses mixed dtypes.
     if group.reduce_grads and any(p.unsharded_accumulated_grad is not None for p in params):
         for param in params:
             whole = param._unsharded_param
@@ -164,12 +172,15 @@ def gathered_at_once(sharded: Sequence[FSDPModule], training: bool) -> Iterator[
     all replicas; missing gradients count as zeros.
     """
     root: Any = sharded[-1]._get_fsdp_state()
+    # As the first forward would: it marks the root, and creates the streams that units share.
     root._lazy_init()
     groups = [group for part in sharded for group in _groups_of(part)]
     before = [(g.post_forward_mesh_info, g.reshard_after_backward) for g in groups]
     for part in sharded:
         part.unshard()
     for group in groups:
+        # Gathered parameters stay for the whole step, and each backward only accumulates its
+        # gradients.
         group.post_forward_mesh_info, group.reshard_after_backward = None, False
         group.reduce_grads = group.all_reduce_grads = False
     try:
@@ -185,6 +196,8 @@ def gathered_at_once(sharded: Sequence[FSDPModule], training: bool) -> Iterator[
             if whole.requires_grad and has_none:
                 whole.grad = torch.zeros_like(whole)
                 param.to_accumulated_grad_if_needed()
+        # What FSDP2 runs at the end of a backward: it reduces every unit whose reduction is
+        # pending, in one order on all replicas.
         root._root_post_backward_final_callback()
     for part in sharded:
         part.reshard()

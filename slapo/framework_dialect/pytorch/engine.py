@@ -110,6 +110,8 @@ class TorchEngineBase(Engine):
         if self._loss_scale is not None:
             back = torch.tensor(1 / self._loss_scale.value, device=self.device)
             scale = back if scale is None else scale * back
+        # The loss scale, the mean of sums and the clip are one factor, so that gradients are
+        # multiplied once.
         scale = self._clip(parameters, scale)
         if scale is not None:
             scale_gradients(parameters, scale)
@@ -119,6 +121,7 @@ class TorchEngineBase(Engine):
             self.optimizer.step()
             self._has_stepped = True
         self.optimizer.zero_grad(set_to_none=True)
+        # They would add up over the steps, and count in the norm.
         for parameter in self._others:
             parameter.grad = None
         if is_finite and self.scheduler is not None:
@@ -171,6 +174,8 @@ class TorchEngineBase(Engine):
             parameters,
             tp_group=self.lowering.tp_group,
             pp_group=self.mesh.get_group("pp"),
+            # The last dimension has the shards; the first one of HSDP has replicas with equal
+            # gradients.
             shard_group=None if self.sharding is None else self.sharding.get_group(-1),
             counted=self._is_counted,
         )
@@ -185,6 +190,8 @@ class TorchEngineBase(Engine):
         if self._loss_scale is None and self.options.nonfinite == "step":
             return True
         assert self.grad_norm is not None, "taken for this"
+        # One non-finite element makes the norm non-finite. All ranks have the same norm, so they
+        # agree without a further collective.
         is_finite = bool(self.grad_norm.isfinite())
         if self._loss_scale is not None:
             self._loss_scale.update(is_finite)
@@ -195,6 +202,8 @@ class TorchEngineBase(Engine):
     def _compile(self, part: nn.Module) -> None:
         chosen = self.options.compile
         if chosen:
+            # In place: torch.compile(part) returns a wrapper, under which all names begin with
+            # _orig_mod.
             part.compile(**(chosen if isinstance(chosen, Mapping) else {}))
 
 
@@ -233,9 +242,12 @@ class TorchEngine(TorchEngineBase):
                 lowering.fill(among=self._ranks_of_parts())
         else:
             self.runner = replicate(self.module, self.mesh, extra)
+        # Last, since FSDP2 replaces the parameters that the optimizer holds.
         self._make_optimizer()
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
+        # For engine(...), whose loss the caller computes. In train_batch, _loss has entered the
+        # same autocast.
         chosen = self.options.autocast
         # Without one, the caller's autocast context applies.
         with nullcontext() if chosen is None else autocasting(self.device, chosen):
@@ -245,6 +257,8 @@ class TorchEngine(TorchEngineBase):
         (loss if self._loss_scale is None else loss * self._loss_scale.value).backward()
 
     def _reduce_gradients(self) -> None:
+        # Without a gradient for one of its parameters, DDP has not averaged that bucket, and would
+        # raise in the next forward only, after this step.
         if isinstance(self.runner, DistributedDataParallel):
             try:  # private by name, but documented to be called after a backward
                 self.runner._check_reducer_finalized()
@@ -258,6 +272,8 @@ class TorchEngine(TorchEngineBase):
         *first, last = batch.cut(self.options.micro_batches)
         with self._among_replicas(batch, training=True):
             if first:
+                # gathered_at_once reduces after the last backward; without_sync would enable
+                # reductions before it.
                 with nullcontext() if self._is_apart else without_sync(self.runner):
                     for part in first:
                         self._loss(part).backward()
@@ -269,14 +285,20 @@ class TorchEngine(TorchEngineBase):
             loss.backward()
 
     def _among_replicas(self, batch: Batch, training: bool = False) -> AbstractContextManager[None]:
+        # DDP with find_unused_parameters needs no help. Otherwise, replicas that use different
+        # layers wait for each other forever: FSDP2 in a gather, DDP in the reduction of a bucket.
         self._is_apart = self._is_to_compare = False
         if self.mesh.shape[1] == 1 or (self._may_differ and self.sharding is None):
             return nullcontext()
         dp = self.mesh.get_group("dp")
         differ = self._may_differ or calls_differ(batch, dp)
+        # FSDP2: gather all layers at the start of the step, and reduce them at its end.
         self._is_apart = differ and self.sharding is not None
         if self._is_apart:
             return gathered_at_once(self._sharded, training)
+        # Else replicas must use the same parameters. DDP compares them between the last forward and
+        # its backward, FSDP2 the order of layers during each forward, unless hooks would be
+        # compiled.
         self._is_to_compare = training and (differ or self.options.is_checked(self.step_count))
         if not self._is_to_compare or self.sharding is None or self.options.compile:
             return nullcontext()
@@ -285,6 +307,8 @@ class TorchEngine(TorchEngineBase):
         return entering_alike(self.module, units, dp, why)
 
     def _loss(self, part: Batch) -> Tensor:
+        # Around the loss function too, as torch recommends. _call enters autocast again, which
+        # changes nothing: its cache of cast weights is cleared when the outermost context ends.
         with autocasting(self.device, self.options.autocast):
             return super()._loss(part)
 

@@ -61,6 +61,8 @@ class StageRunner(nn.Module):
             output = self.stage(*received)
             if self._loss_of is not None:
                 loss = self._loss_of(output, number)
+                # One element, as _make_stage declares. stack copies; a reshape is a view, see
+                # _owned.
                 return torch.stack([loss]) if self._own_outputs else loss.reshape(1)
         sent = tuple(tensor.contiguous() for tensor in output)
         return tuple(map(_owned, sent)) if self._own_outputs else sent
@@ -105,6 +107,7 @@ class TorchPipelineEngine(TorchEngineBase):
 
     def __init__(self, lowering: Lowering, options: TorchOptions) -> None:
         self.schedule = options.schedule
+        # Before the base class, which asks for the ranks of stages.
         self._pp = options.mesh.shape[0]
         self.last_pp_rank = self._rank_of(lowering.n_stages - 1)
         super().__init__(lowering, options)
@@ -254,6 +257,8 @@ class TorchPipelineEngine(TorchEngineBase):
         run = cls(
             stages[0] if single else stages,
             n_microbatches=parts,
+            # _loss_of has weighted each loss, so torch must not divide gradients by the number of
+            # micro-batches.
             loss_fn=lambda loss, number: loss,  # computed in the last stage
             scale_grads=False,
         )

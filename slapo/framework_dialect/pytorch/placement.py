@@ -41,6 +41,7 @@ class PipelineSchedule:
         """Return whether one run can evaluate so many micro-batches."""
         if self.stages_per_rank == 1:
             return True
+        # torch runs looped schedules in rounds of equal size, and refuses other numbers.
         return micro_batches % max(1, micro_batches // pp) == 0
 
     def check(self, name: str, n_stages: int, pp: int, micro_batches: int) -> None:
