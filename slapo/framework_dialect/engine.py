@@ -77,6 +77,8 @@ class Engine:
     def __init__(self, lowering: Lowering, options: TrainingOptions) -> None:
         self.lowering, self.options = lowering, options
         self.mesh = options.mesh
+        #: number of ranks along each dimension
+        self._pp, self._dp, self._tp = options.mesh.shape
         self.device = current_device(options.mesh)
         self.module = lowering.module
         self.optimizer: Any = None
@@ -292,9 +294,9 @@ class Engine:
                 # all replicas) the mean of the replicas' weighted sums is the mean over all
                 # targets.
                 total = counts.sum()
-                if self.mesh.shape[1] > 1:
+                if self._dp > 1:
                     dist.all_reduce(total, group=self.mesh.get_group("dp"))
-                each = self.mesh.shape[1] / total.clamp(min=1)
+                each = self._dp / total.clamp(min=1)
             return replace(batch, counts=counts, each=each)
         if by_targets:
             self._warn_of_padding(batch)
@@ -437,7 +439,7 @@ class Engine:
     def _compares_gradients(self) -> bool:
         """Return whether this step compares gradients over tensor-parallel ranks."""
         is_checked = self.options.check_batches and self.options.is_checked(self.step_count)
-        return is_checked and self.mesh.shape[2] > 1
+        return is_checked and self._tp > 1
 
     def _compare_gradients(self, gradient_of: Callable[[nn.Parameter], Tensor | None]) -> None:
         """Refuse gradients of replicated parameters that differ, once all have accumulated."""

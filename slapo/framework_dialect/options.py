@@ -183,7 +183,7 @@ class TrainingOptions:
 
     def __post_init__(self) -> None:
         # From here on a mesh has the dimensions (pp, dp, tp), of size 1 if the user's mesh lacks
-        # them. Engines thus read mesh.shape[1] as the number of replicas.
+        # them: mesh.shape[1] is the number of replicas.
         object.__setattr__(self, "mesh", grid_of(self.mesh))
         for name, rule in self.rules.items():
             rule.check(name, getattr(self, name))

@@ -87,7 +87,7 @@ class DeepSpeedEngine(Engine):
         handles = []
         if (
             hasattr(self.engine.optimizer, "ipg_buckets")
-            and self.mesh.shape[1] > 1
+            and self._dp > 1
             and (self._calls_differ or self.options.is_checked(self.step_count))
         ):
             self._with_gradient = noted = self._with_gradient or set[int]()
@@ -295,7 +295,7 @@ class ZeroEngine(DeepSpeedEngine):
             yield
 
     def _among_replicas(self, batch: Batch, training: bool = False) -> AbstractContextManager[None]:
-        shares = self.zero > 0 and self.mesh.shape[1] > 1
+        shares = self.zero > 0 and self._dp > 1
         self._calls_differ = shares and calls_differ(batch, self.mesh.get_group("dp"))
         if self._calls_differ and self.zero == 3:
             raise on_every_rank(

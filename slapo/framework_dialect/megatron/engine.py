@@ -74,7 +74,7 @@ class MegatronEngine(Engine):
                 )
 
     def _make_config(self) -> Any:
-        half, tp = self.options.half, self.mesh.shape[2]
+        half, tp = self.options.half, self._tp
         return megatron_core().transformer.TransformerConfig(
             # The schedules require transformer sizes but do not use them.
             num_layers=self.lowering.n_stages,

@@ -61,7 +61,7 @@ class TorchEngineBase(Engine):
         self._sharded: list[FSDPModule] = []
         if options.data_parallel == "fsdp" or options.half is not None:
             # Without shards, FSDP2 still keeps the float32 copies of parameters.
-            everything = self.mesh.shape[1] if options.data_parallel == "fsdp" else 1
+            everything = self._dp if options.data_parallel == "fsdp" else 1
             self.sharding = shard_mesh(self.mesh, options.shard_size or everything)
             if self.sharding.size() > 1:
                 self._gathering_group = self.mesh.get_group("dp")
@@ -288,7 +288,7 @@ class TorchEngine(TorchEngineBase):
         # DDP with find_unused_parameters needs no help. Otherwise, replicas that use different
         # layers wait for each other forever: FSDP2 in a gather, DDP in the reduction of a bucket.
         self._is_apart = self._is_to_compare = False
-        if self.mesh.shape[1] == 1 or (self._may_differ and self.sharding is None):
+        if self._dp == 1 or (self._may_differ and self.sharding is None):
             return nullcontext()
         dp = self.mesh.get_group("dp")
         differ = self._may_differ or calls_differ(batch, dp)
