@@ -111,6 +111,9 @@ def _join_each(root: Traced, containers: list[str]) -> dict[Kind, Joined]:
             rule.apply(View(root, found.graph, is_shown=False))
         return found
 
+    # torch specializes on sizes of 1, so the graph of two or more samples may have a condition that
+    # excludes a single one; then this is captured too. The other mode shares the graphs if no code
+    # depends on it. If it cannot be captured, the stages refuse that mode when called.
     found: dict[Kind, Joined] = {}
     for training in (root.training, not root.training):
         try:

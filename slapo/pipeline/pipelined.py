@@ -273,6 +273,7 @@ def _is_released(tensor: Tensor | None, needed: set[int]) -> TypeGuard[Tensor]:
 def _place_names(root: nn.Module, stages: Sequence[Stage]) -> dict[str, tuple[int, str]]:
     by_name: dict[str, int] = {}
     by_tensor: dict[int, tuple[int, str]] = {}
+    # The first stage that holds a tensor wins, which is also the owner of a tie.
     for stage in reversed(stages):
         for name, held in _tensors(stage):
             by_name[name] = stage.index

@@ -40,6 +40,8 @@ def pass_on(tensor: Tensor) -> Tensor:
 
 def own_copy(tensor: Tensor) -> Tensor:
     """Copy a received tensor that the stage writes to."""
+    # A received tensor is a leaf for autograd, which refuses writes to leaves that require
+    # gradients.
     return tensor.clone()
 
 
@@ -127,6 +129,8 @@ class _Plan:
             if self.kinds[node] != "value" and node in last:
                 for stage in range(self.stage_of[node] + 1, last[node] + 1):
                     received[stage].append(node)
+        # The model's inputs, in the order of its signature; those for later stages pass through all
+        # before.
         received[0] = [n for n in self.graph.find_nodes(op="placeholder") if n in last]
         for node in {n: None for nodes in received for n in nodes}:
             if self.kinds[node] == "container":
@@ -204,6 +208,8 @@ def _assign(
     inside: tuple[fx.Node, ...] = ()
     for node in graph.nodes:
         stage_of[node] = 0 if node.op == "placeholder" else stage
+        # Only tensors cross: a tuple is taken apart where it was computed, even if the cut is in
+        # between.
         source = node.args[0] if is_projection(node) else None
         if isinstance(source, fx.Node) and kinds[source] == "container":
             stage_of[node] = stage_of[source]

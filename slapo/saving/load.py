@@ -224,6 +224,8 @@ class _Loading:
                 f"{self.step.folder}: the optimizer had other parameters: {only_there[:3]} when "
                 f'saved, {only_here[:3]} now; build it with the same, or pass only="weights"'
             )
+        # Groups are matched by the names in them: their order and number depend on stages and
+        # ranks.
         number_of = {n: k for k, g in enumerate(self.manifest.groups) for n in g["names"]}
         for group in merged_groups(every):
             first = group["names"][0]
@@ -263,6 +265,8 @@ class _Loading:
         cells, bar = self.engine.cells(), progress_bar(_WHAT)
         for item in self.engine.held():
             kept = cells.get(id(item.tensor), [item])
+            # fragments() yields cells. Where these are float32 copies, the model's own tensor is
+            # read here.
             if self.only_weights or all(cell.tensor is not item.tensor for cell in kept):
                 self._read(bar, [("", item)])
         if self.only_weights:
@@ -304,6 +308,7 @@ class _Loading:
             engine.set_loss_scale(float(scale), int(steps))
         engine.step_count = manifest.step
         replicas = engine.mesh.shape[1]
+        # The remainder is spread, so that the next save sums to the same number.
         share, rest = divmod(manifest.samples, replicas)
         engine.samples = share + (self.place[1] < rest)
         if own is not None:

@@ -61,6 +61,7 @@ def share_out(
 
 def _once(boxes: Sequence[Box], shape: Sequence[int]) -> list[Part]:
     """Return the boxes without their overlaps with earlier boxes."""
+    # Usually boxes tile the tensor, and none has to be cut.
     sizes = sum(prod(lengths(box)) for box in boxes)
     apart = sizes == prod(shape) and not any(
         overlap(a, b) for k, a in enumerate(boxes) for b in boxes[:k]
@@ -81,6 +82,7 @@ def _without(box: Box, other: Box) -> list[Box]:
     shared = overlap(box, other)
     if shared is None:
         return [box]
+    # Axis by axis, the slabs before and after the overlap are cut off; what is left shrinks to it.
     found, left = [], list(box)
     for axis, (start, stop) in enumerate(shared):
         before, after = (left[axis][0], start), (stop, left[axis][1])

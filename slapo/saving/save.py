@@ -95,9 +95,12 @@ def save(
     run = Path(run).absolute()
     folder = folder_of(run, engine.step_count)
     alike = {"run": str(run), "step": engine.step_count, "keep": keep, "wait": wait}
+    # Checks, copies of state and the plan come first, each agreed upon by all ranks. Only then is a
+    # folder created.
     same_on_all_ranks(_WHAT, {**alike, "data": data is not None})
     all_ranks_or_none(_WHAT, lambda: _check(engine, data, keep))
     mine, own = all_ranks_or_none(_WHAT, lambda: (collect(engine), _own_state(engine, data)))
+    # Here, not in the thread: creating a group is a collective of the world.
     group = None if wait or not has_peers() else engine.saving_group()
     rank = dist.get_rank() if has_peers() else 0
     place = [engine.mesh.get_local_rank(dim) for dim in ("pp", "dp", "tp")]
@@ -112,6 +115,8 @@ def save(
     tensors: list[Tensor] = []
     text = all_ranks_or_none(_WHAT, lambda: json.dumps(encode(own, tensors, "state")).encode())
     state = {f"own.{k}": tensor for k, tensor in enumerate(tensors)}
+    # As a tensor, since a safetensors file has no other contents. bytearray is writable, as torch
+    # wants it.
     state["own"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     job = _Job(rank, folder, manifest, _values(mine, shares[rank]), state, keep, group)
     all_ranks_or_none(_WHAT, lambda: _start(folder) if rank == 0 else None)
@@ -176,6 +181,7 @@ def _describe(engine: Trainer, everyone: Sequence[_Report], has_data: bool) -> M
     scheduler = None if engine.scheduler is None else _plain(engine.scheduler.state_dict())
     return Manifest(
         step=engine.step_count,
+        # One rank of each replica: the first along pp and tp.
         samples=sum(report.samples for report in everyone if report.place[::2] == [0, 0]),
         places=[report.place for report in everyone],
         engine=engine.kind,
@@ -299,6 +305,8 @@ class _Job:
             for (slot, name), box, value in boxes:
                 place = [[start for start, _ in box], lengths(box), rank, value]
                 self.manifest.tensors[slot][name].boxes.append(place)
+        # A folder under its final name is complete: files and manifest are on disk before the
+        # rename, which is atomic.
         self.manifest.write(temporary)
         sync_folder(temporary)
         os.rename(temporary, self.folder)

@@ -133,6 +133,7 @@ def by_cell(engine: Trainer) -> dict[int, list[Held]]:
 
 def has_form_of(cell: Tensor, slot: str, value: Any) -> bool:
     """Return whether a part of the optimizer's state has the layout of its cell."""
+    # Adam's step count is a tensor without dimensions, as a scalar parameter is.
     is_number = slot == "step" and cell.dim() == 0
     return isinstance(value, Tensor) and value.shape == cell.shape and not is_number
 
@@ -254,6 +255,8 @@ def make_room(
             found: dict[str, Any] = {slot: torch.zeros_like(cell) for slot in room.slots}
             for slot, value in room.numbers.items():
                 dtype = getattr(torch, kinds[slot], None)
+                # torch.int and torch.float are dtypes, but here the words stand for Python's
+                # classes.
                 is_tensor = isinstance(dtype, torch.dtype) and kinds[slot] not in ("int", "float")
                 found[slot] = torch.tensor(value, dtype=dtype) if is_tensor else value
             found.update(odd.get(id(cell), {}))
@@ -261,4 +264,6 @@ def make_room(
                 state[number] = found
             number += 1
     packed["state"] = state
+    # torch's own loading decides on devices and dtypes: AdamW keeps `step` on the CPU unless it is
+    # fused or capturable.
     optimizer.load_state_dict(packed)

@@ -67,6 +67,7 @@ class _Conv2d(_UsesParts, nn.Conv2d): ...
 class _Conv3d(_UsesParts, nn.Conv3d): ...
 
 
+# By the class of torch, the third in each MRO: _Linear, _UsesParts, nn.Linear.
 _CLASSES: dict[type, type] = {cls.__mro__[2]: cls for cls in (_Linear, _Conv1d, _Conv2d, _Conv3d)}
 
 
@@ -148,6 +149,9 @@ def _follow(adapted: Any, table: nn.Module, matrix: nn.Module) -> None:
     tensors = {name: t for name, t in matrix._parameters.items() if t is not None}
     is_row = state.layout.output == PARTIAL
     ops = [hook.op for hook in (*state.reducers, *_reductions(base).values()) if is_row]
+    # If the layer's output is a partial sum, the first matrix is used in part, along its inputs; if
+    # it is a slice, the second, along its outputs. A gradient is partial if the matrix or what
+    # follows it is used in part.
     if spec is None:
         is_partial = has_partial_grad(base._parameters.get("weight"))
     elif is_partial := is_first == is_row:

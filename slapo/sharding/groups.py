@@ -66,6 +66,8 @@ class GroupHandle:
 def handle_of(group: dist.ProcessGroup | None) -> GroupHandle:
     """Return a handle of `group`, reusing the last one if it matches."""
     global _last
+    # Every collective asks for the handle of its group; a new one would look up the ranks each
+    # time.
     if _last is None or group is None or _last._ref is None or _last._ref() is not group:
         _last = GroupHandle(group)
     return _last

@@ -68,6 +68,8 @@ def refuse_clipping() -> None:
             )
         clip(given, *args, **kwargs)
 
+    # The inner function: clip_grad_norm_ looks it up at each call, while scripts have imported
+    # clip_grad_norm_ itself by name.
     clip_grad._clip_grads_with_norm_ = refusing
 
 
@@ -94,6 +96,8 @@ class WrapperGuard:
             self._looks += 1
             parts = list(map(innermost, module.modules()))
             if any("_is_fsdp_managed_module" in part.__dict__ for part in parts):
+                # A wrapper around the model, such as FSDP of version 1, is found as a running
+                # caller.
                 for each in (*_callers(), *module.modules()):
                     _refuse_lost_sums(each)
                     for ranks in _ranks_of_fsdp(each):

@@ -83,6 +83,7 @@ class ShardPlan:
                 f"{present.output}; keep {self.name!r} whole, or shard the other along the "
                 "matching axis"
             )
+        # The smallest slice is on the last rank, and all ranks have to raise.
         last = replace(self.spec, rank=self.spec.world_size - 1)
         if self.effect.means_all and last.local_shape.numel() == 1 < self.spec.world_size:
             raise ValueError(

@@ -72,6 +72,7 @@ class SliceTensor(Tensor):
         source = args[0] if args else None
         if func is Tensor.size and len(args) == 1 and _is_loading(sys._getframe(1)):
             return source._whole  # type: ignore[union-attr]
+        # safetensors asks this of each tensor before it writes its bytes.
         if func is Tensor.is_contiguous and _named(sys._getframe(1), "safetensors.torch"):
             _refuse_whole(source)
         with torch._C.DisableTorchFunctionSubclass():

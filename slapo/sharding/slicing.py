@@ -78,6 +78,7 @@ class ShardSpec:
         """Return the full tensor from all parts; every rank of the group must call it."""
         if self.world_size == 1:
             return local
+        # The first rank has the longest part, and all_gather needs equal shapes.
         local = lengthened(local, self.axis, sum(self.local_blocks(0)))
         parts = [torch.empty_like(local) for _ in range(self.world_size)]
         dist.all_gather(parts, local.contiguous(), group=group)
@@ -85,6 +86,7 @@ class ShardSpec:
         for rank, part in list(enumerate(parts))[:: self.copies]:
             sizes = self.local_blocks(rank)
             split.append(part.narrow(self.axis, 0, sum(sizes)).split(sizes, self.axis))
+        # Block by block: in a packed QKV, all ranks' parts of Q come before those of K.
         return torch.cat([rank[k] for k in range(len(self.blocks)) for rank in split], self.axis)
 
     def local_blocks(self, rank: int | None = None) -> list[int]:

@@ -59,6 +59,7 @@ def has_partial_grad(param: Tensor | None) -> bool:
 
 def _sum_gradient(param: Tensor, group: dist.ProcessGroup | None) -> object:
     """Register the hook; it acts while the parameter has the tag and the returned mark."""
+    # The parameter owns its hook, which must not own the parameter.
     mark, param_ref, handle = object(), weakref.ref(param), handle_of(group)
 
     def hook(grad: Tensor) -> Tensor:

@@ -77,6 +77,10 @@ def _items(value: Any) -> Iterable[Any]:
 
 
 def _reach(optimizer: Optimizer, group: dict[str, Any]) -> int:
+    # Steps on small random tensors with the options of the group. If another tensor with large
+    # gradients changes a tensor's update, the step couples tensors. If a tensor's halves, stepped
+    # separately, differ from the whole, the step needs full tensors. Slices may be along any axis;
+    # the first and the last stand for all.
     reach = ELEMENT
     held = group["params"]
     device = next((p.device for p in held), torch.device("cpu"))
@@ -265,11 +269,14 @@ class _WholeSteps:
     @torch.no_grad()
     def gather(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Pre-step hook: gather parameters and gradients on their owners."""
+        # The first argument is the optimizer.
         if len(args) > 1 or kwargs.get("closure") is not None:
             raise SlapoError(
                 f"{type(optimizer).__name__}.step() got a closure, which cannot run while the step "
                 "gathers the tensors of a sharded model; compute the gradients before step()"
             )
+        # A tensor is stepped if any rank has a gradient for its part: with FSDP2 or unused experts,
+        # ranks may differ, and all have to exchange the same tensors.
         present = torch.tensor([int(t.part.grad is not None) for t in self._tensors])
         group = self._handle.group
         present = present.to(communication_device(group))
@@ -282,6 +289,8 @@ class _WholeSteps:
                 whole.grad = torch.empty_like(whole)
         self._exchange(lambda part: part, lambda whole: whole, to_owners=True)
         self._exchange(_gradient, lambda whole: whole.grad, to_owners=True)
+        # The optimizer steps on the full tensors of this rank, on none of the parts, and as usual
+        # on parameters that are not split.
         parts = dict.fromkeys(tensor.part for tensor in self._stepped)
         self._groups = [g for stepper in steppers_of(optimizer) for g in stepper.param_groups]
         self._params = [one["params"] for one in self._groups]
