@@ -163,6 +163,7 @@ def _refuse_two_values(pairs: list[tuple[str, Any, Any]]) -> None:
     first: dict[tuple[int, torch.Size], tuple[str, Any]] = {}
     for name, tensor, value in pairs:
         if isinstance(tensor, Tensor) and not hasattr(tensor, "device_mesh") and tensor.numel():
+            # With the shape, since a view of another tensor's start has its address too.
             other, known = first.setdefault((tensor.data_ptr(), tensor.shape), (name, value))
             if known is not value and not torch.equal(known, value):
                 raise ValueError(

@@ -94,6 +94,7 @@ class ShapeProbe:
             return None
         if id(tensor) not in fakes:
             fake: Tensor = self.mode.from_tensor(tensor)
+            # Engines cast parameters to half precision, and leave buffers as they are.
             if self.half is not None and isinstance(tensor, nn.Parameter):
                 fake = self._in_half(fake)
             fakes[id(tensor)] = fake
@@ -243,6 +244,7 @@ class Boundaries:
             try:
                 answer = [self._probes[index].run(received, self._autocast)]
             except SlapoError as error:
+                # The other ranks wait for the shapes, and raise it too.
                 answer = [error]
         if self._group is not None and self._group.size() > 1:
             source = self._rank_of(index)

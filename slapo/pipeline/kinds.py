@@ -138,6 +138,7 @@ def _kind_of_function(node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
         of_value = kinds.get(node.args[0]) == "value"  # type: ignore[arg-type]
         return "value" if of_value or node.args[1] in _VALUE_ATTRIBUTES else "tensor"
     if function in _PLAIN:
+        # Operators on tensors compute tensors; len(tensor) is a size.
         has_tensor = any(kinds[n] != "value" for n in node.all_input_nodes)
         return "tensor" if has_tensor and function is not len else "value"
     if isinstance(function, type):

@@ -92,6 +92,7 @@ def generate_pipeline_partition(sch: N) -> N:
     for kind in [kind for kind in parts if not _shows_everywhere(kind, parts)]:
         del parts[kind], joined[kind]
     count = len(next(iter(parts.values())))
+    # A capture has the device of its example inputs as a constant, which stages replace.
     given = [t.device for t in tensors(trace_of(root).inputs)]
     device = given[0] if given else None
     stages = [
@@ -214,6 +215,8 @@ def _check_container(node: Node) -> None:
             "inside it; apply these to the modules below it"
         )
     trace = trace_of(node.mod)
+    # Cuts capture the containers again, without such changes; only rules of the root are applied to
+    # the joined graph.
     if trace.edited is not None or (trace.rules and node.parent is not None):
         raise SlapoError(
             f"operations of {node.where} were rewritten, but a stage ends inside it; rewrite the "

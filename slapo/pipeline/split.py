@@ -97,6 +97,7 @@ class _Plan:
                 )
 
     def _is_work(self, node: fx.Node) -> bool:
+        # A class creates the output object, which alone makes no stage.
         if node.op in ("placeholder", "output") or isinstance(node.target, type):
             return False
         return self.kinds[node] != "value"
@@ -120,6 +121,7 @@ class _Plan:
         """Liveness: from the stage after a tensor's own to the last that needs it."""
         last: dict[fx.Node, int] = {}
         for node in self.graph.nodes:
+            # Values have no stage: `needs` finds their tensors where they are used.
             if self.kinds[node] == "value" and node.op != "output":
                 continue
             for tensor in self.needs(node):

@@ -51,6 +51,7 @@ class Stage(fx.GraphModule):
     ) -> None:
         nn.Module.__init__(self)
         self.captured_on = captured_on
+        # All graphs receive and send tensors of the same names, see _check_alike.
         part = next(iter(parts.values()))
         self.index, self.received, self.sent = index, part.received, part.sent
         self.__dict__["_graphs"] = {kind: each.graph for kind, each in parts.items()}
@@ -167,6 +168,7 @@ def make_stage(
         for node in part.graph.nodes:
             if node.op == "call_module":
                 put(stage, str(node.target), root.get_submodule(str(node.target)))
+    # After the modules: the stage already has the tensors of those that it calls.
     for part in parts.values():
         for node in part.graph.find_nodes(op="get_attr"):
             path, _, name = str(node.target).rpartition(".")

@@ -85,6 +85,7 @@ def load(engine: Trainer, run_or_step: Any, data: Any, only: str | None) -> Resu
         loading = _Loading(engine, step, data, only == "weights")
         all_ranks_or_none(_WHAT, loading.check)
         if not loading.only_weights:
+            # On its own, since it has collectives inside.
             loading.check_groups()
         all_ranks_or_none(_WHAT, loading.compare_checksums)
         # Runs user code, so it comes before any change.
@@ -153,6 +154,8 @@ class _Loading:
                 f'{"; ".join(changed[:5])}; use the same, or pass only="weights"'
             )
         self.notes += [f"config: {each}" for each in changed]
+        # Only a note: tensors are saved under original names, whatever schedule split or fused
+        # them.
         if saved["schedule"] != here["schedule"]:
             count = len(saved["schedule"]), len(here["schedule"])
             self.notes.append(
@@ -253,6 +256,7 @@ class _Loading:
         if self.data is None or self.only_weights:
             return
         if self._method == "load_state_dict":
+            # The ranks of a replica read one batch; the first along pp and tp stands for them.
             places = self.manifest.places
             rank = next(k for k, place in enumerate(places) if place == [0, self.place[1], 0])
             self.data.load_state_dict(self.step.own(rank)["data"])
@@ -283,6 +287,7 @@ class _Loading:
         for slot, held in fragments:
             there = self.manifest.tensors.get(slot, {})
             for piece, values in held.pieces():
+                # The optimizer has no state for parameters that it has not stepped on yet.
                 if str(piece.leaf) in there:
                     values.copy_(self.step.read((slot, str(piece.leaf)), piece.source))
                     bar.update(values.nbytes)

@@ -21,6 +21,7 @@ _PLAIN = (str, bool, int, float, type(None))
 
 # Class of a nest -> class that is rebuilt with the same values.
 _LISTS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"}
+# The factory of a defaultdict is code, and is not saved.
 _DICTS: dict[type, str] = {OrderedDict: "dict", Counter: "Counter", defaultdict: "dict"}
 _MADE = {
     "tuple": tuple,

@@ -229,6 +229,8 @@ def _take_over(adapted: Any) -> None:
         return  # another kind of adapters, around a full layer
     check_adapters(adapted)
     _check_sizes(adapted, full)
+    # Gathers and input syncs apply to the sum of layer and adapters. A reduction stays at the
+    # layer, and the first matrix has one of its own.
     _move_hooks(base, adapted, base, stay=state.layout.output == PARTIAL)
     follow_layer(adapted)
     for matrix in _matrices(adapted):

@@ -105,6 +105,8 @@ def _check_gathered_input(path: str, module: nn.Module, state: Sharding) -> None
 
 def _check_vocabulary(path: str, outer: nn.Module, state: Sharding) -> None:
     """Raise for a sharded embedding without a mask: each rank can only look up its own rows."""
+    # A user's own pair of hooks: one before that masks the tokens, one after that zeroes their
+    # rows.
     by_hand = outer._forward_pre_hooks and outer._forward_hooks
     if state.layout.vocabulary and not (is_masked(innermost(outer)) or by_hand):
         raise SlapoError(

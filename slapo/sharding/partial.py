@@ -211,6 +211,8 @@ def add_reducer(
     assert state is not None, "a deferring module is sharded"
     state.reducers = (reduce,)
     channel_axis = -1 - type(module)._bias_dims  # type: ignore[attr-defined]
+    # After a reduce_scatter each rank adds the bias to its own tokens, so its gradient is partial;
+    # along the channels, it adds its part of the bias.
     if scatter_axis is not None and group is not None:
         state.bias_part = _BiasPart(scatter_axis, channel_axis, group, sums=is_tied)
         if not is_tied:
@@ -241,6 +243,7 @@ def _known_product(cls: type[nn.Module]) -> tuple[Product, int, Product] | None:
     for base in cls.__mro__:
         known = _PRODUCTS.get(f"{base.__module__}.{base.__qualname__}")
         if known is not None:
+            # A subclass with a forward of its own may use the bias in any way.
             return known if cls.forward is base.forward else None  # type: ignore[attr-defined]
     return None
 

@@ -43,6 +43,7 @@ class InputHook(SyncHook):
         positions, keywords = input_names(innermost(module))
         ordered = [*positions, *keywords]
         named = getattr(self.op, "argument", None)
+        # The first tensor by the signature, in whatever order the call passes its keywords.
         wanted: tuple[str, ...] | list[str] = named or [
             *positions[: len(args)],
             *sorted(kwargs, key=lambda k: ordered.index(k) if k in ordered else len(ordered)),
@@ -53,6 +54,7 @@ class InputHook(SyncHook):
                 given[name], found = self._slapo_carry(given[name]), True
         if found:
             new = [given[name] for name, _ in zip(positions, args, strict=False)]
+            # Values beyond the named parameters belong to the forward's *args.
             return (*new, *args[len(new) :]), {name: given[name] for name in kwargs}
         for index, value in enumerate(args):  # for a forward with ``*args``
             if isinstance(value, _TENSORS) and not named:

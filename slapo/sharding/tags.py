@@ -88,6 +88,7 @@ def forget_hook(param: Tensor) -> None:
 
 def tags_of(param: Tensor) -> dict[str, Any]:
     """Python attributes of `param`, without the library's private ones."""
+    # A copied mark would claim a hook that the other tensor lacks.
     return {key: value for key, value in param.__dict__.items() if not key.startswith("_")}
 
 

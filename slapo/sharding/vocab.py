@@ -194,6 +194,7 @@ def mask_vocabulary(table: nn.Module) -> None:
     spec = state.specs["weight"]
     rows = _Rows(spec.start, spec.local_shape[0], spec.full_shape[0])
     table.register_forward_pre_hook(InputHook(rows.mask, "fwd_pre"), with_kwargs=True)
+    # First, so that reductions which are already on the table sum the zeroed rows.
     table.register_forward_hook(OutputHook(rows.zero), prepend=True)
     state.masks_vocabulary = True
 

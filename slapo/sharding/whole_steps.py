@@ -96,6 +96,7 @@ def _reach(optimizer: Optimizer, group: dict[str, Any]) -> int:
             (value[i].to(device), [g[i].to(device) for g in gradients]) for i in range(2)
         )
         (alone,) = _updates(optimizer, group, [first])
+        # Such a step could not be told from an elementwise one.
         if not alone.any():
             raise SlapoError("step() changes nothing")
         other = (second[0], [g * 50 for g in second[1]])
@@ -170,6 +171,7 @@ def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             reach = reach_of_steps(optimizer)
             if MODEL in reach.values():
                 raise error_of_coupled_steps(optimizer)
+            # FSDP2's shards of a slice are also on ranks outside of the schedule's group.
             shares = any(is_sharded(held[key]) for key in slices)
             step_on_wholes(optimizer, module, reach, dist.group.WORLD if shares else handle.group)
 
@@ -258,6 +260,7 @@ class _WholeSteps:
     def __init__(self, tensors: list[_Split], group: dist.ProcessGroup) -> None:
         self._tensors, self._handle = tensors, handle_of(group)
         self._rank, self._ranks = group.rank(), range(group.size())
+        # Parts of all dtypes travel in one buffer.
         self._dtype = functools.reduce(torch.promote_types, (t.part.dtype for t in tensors))
         #: during a step: tensors with a gradient, and this rank's full tensors by their parts
         self._stepped: list[_Split] = []

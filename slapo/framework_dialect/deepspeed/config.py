@@ -165,6 +165,7 @@ def _merge_optimizer(config: Config, given: Mapping[str, Any], device: str) -> b
             kind = config[key].get("type") if isinstance(config[key], Mapping) else config[key]
             raise _contradiction(key, kind, f"{name}= is passed too")
     if given.get("optimizer") is not None:
+        # DeepSpeed refuses ZeRO with optimizers outside its own list, unless this is set.
         config.setdefault("zero_allow_untested_optimizer", True)
         return True
     use_torch_adam(config, device)
