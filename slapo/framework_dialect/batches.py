@@ -99,6 +99,8 @@ class Batch:
             return output
 
         def cut(tensor: Tensor) -> Tensor:
+            # Outputs whose first axis is not that of samples, such as auxiliary losses, are left as
+            # they are.
             is_padded = tensor.dim() > 0 and tensor.shape[0] == size + 1
             return tensor.narrow(0, 0, size) if is_padded else tensor
 

@@ -46,6 +46,7 @@ class GradientCheck:
                 for name, parameter in module.named_parameters()
                 if parameter.requires_grad and not is_tensor_parallel(parameter)
             }
+        # By position, so that all ranks draw the same vectors for a parameter.
         self._seeds = {name: seed for seed, name in enumerate(self.parameters)}
 
     @torch.no_grad()

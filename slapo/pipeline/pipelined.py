@@ -37,6 +37,8 @@ class PipelineInputs:
             kind: [c for c in each.sizes or () if ".stride()" not in c]
             for kind, each in joined.items()
         }
+        # Positional arguments and names of keywords in the traced call: size conditions are written
+        # in terms of args[k] and kwargs['name'].
         self._split: tuple[int, tuple[str, ...]] | None = None
         self._traced: dict[str, Any] = dict(first.fixed)
         if first.sizes is not None:
@@ -193,6 +195,8 @@ class PipelinedModule(nn.Module):
         """Yield tensors that a stage and the full model hold in different modules."""
         for stage in self.stages:
             for path, own in stage.named_modules():
+                # Modules that a stage calls are the model's own. Containers, which it only reads
+                # tensors of, are new plain modules.
                 source = _module_at(self.whole, path)
                 if source is None or source is own or stage.index not in (stages or [stage.index]):
                     continue

@@ -117,6 +117,7 @@ class Stage(fx.GraphModule):
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # fx would pickle the code of one graph, and trace it again on unpickling.
         rows = {mode: rows_of(graph) for mode, graph in self.__dict__["_graphs"].items()}
         return _empty, (), {**self.__dict__, "_codes": {}, "_graphs": rows}
 

@@ -247,6 +247,7 @@ class _Loading:
 
     def compare_checksums(self) -> None:
         """Check that all files are as written; the ranks divide them."""
+        # By the files of the ranks that saved: there may be more or fewer than ranks now.
         for rank in range(self.rank, self.step.world, self.ranks):
             self.step.checked(rank)
 

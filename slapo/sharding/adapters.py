@@ -185,8 +185,10 @@ def _registered(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     layer = parent.__dict__.get(_LAYER)
     if layer is not None and module is not None:
         _add(layer, parent, module)
+    # The first act of PEFT's constructor, which then reads the layer's sizes for its matrices.
     elif name == "base_layer" and _is_of_peft(parent) and not is_adapted(parent):
         _show_full_sizes(module)
+    # The complete adapters take the layer's place in the model.
     elif _is_of_peft(module):
         _take_over(module)
     elif _is_of_peft(old) and old.base_layer is module:

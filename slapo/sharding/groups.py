@@ -202,6 +202,7 @@ def neighbors(group: dist.ProcessGroup, count: int) -> dist.ProcessGroup:
         return group
     found = _groups.get(mine)
     if found is None:
+        # Otherwise every rank of the job would have to create every such group.
         found = dist.new_group(list(mine), use_local_synchronization=True)
         _groups[mine] = found
     return found

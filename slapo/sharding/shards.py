@@ -152,6 +152,7 @@ class ShardPlan:
         for attribute in self.effect.sizes:
             full.setdefault(attribute, getattr(module, attribute))
             setattr(module, attribute, self.spec.local_shape[self.spec.axis])
+        # Weight and bias both divide it: only the first of them may.
         for attribute in self.effect.divides:
             if attribute not in full:
                 full[attribute] = getattr(module, attribute)

@@ -154,6 +154,7 @@ class _Rows:
 
     def _mask(self, tokens: Tensor, _: object, start: int, count: int, total: int) -> Tensor:
         foreign = (tokens < start) | (tokens >= start + count)
+        # For `zero`, which runs after the lookup of this call and frees the mask.
         self._foreign[:] = [foreign]
         elsewhere = foreign & (tokens >= 0) & (tokens < total)
         return (tokens - start).masked_fill(elsewhere, 0)

@@ -135,6 +135,7 @@ def _updates(
                 param.grad = gradients[number].clone()
             step(optimizer)
     finally:
+        # A step may have set any attribute.
         optimizer.__dict__.clear()
         optimizer.__dict__.update(before)
         for param, gradient in hidden:

@@ -49,6 +49,7 @@ class DeepSpeedRuntime(MeshRuntime):
         pp, dp, tp = mesh.shape
         layout = configs.Layout(pp, dp, tp, mesh.device_type)
         merged = configs.merge(loaded, {**given, "dtype": checked.dtype}, layout)
+        # Entries of the config count as arguments of build.
         self.options = replace(
             checked,
             config=merged,

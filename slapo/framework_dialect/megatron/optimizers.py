@@ -72,6 +72,7 @@ def make_optimizer(
     else:
         make = core.optimizer.Float16OptimizerWithFloat16Params
         optimizer = make(inner, config, _scaler(config), _leave)
+    # As get_megatron_optimizer sets them: the norm and the search for NaN reduce over these groups.
     optimizer.grad_stats_parallel_group = core.parallel_state.get_model_parallel_group()
     optimizer.tp_group = core.parallel_state.get_tensor_model_parallel_group()
     # On load it looks up groups by entries that torch's groups lack.
