@@ -55,6 +55,7 @@ class Sharding:
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Restore attributes and hooks on the tensors of a copied or unpickled module."""
+        # An unpickled model may be the first sharded one of its process.
         refuse_replicas()
         self.__dict__.update(state)
         for name, tensor in self._carriers.items():

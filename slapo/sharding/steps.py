@@ -56,6 +56,8 @@ STEPS += (SHARE, PART, PAD, MASK_TOKENS, SUM_SHARED, BROADCAST)
 
 #: Called with the step, the function that runs it, the tensor, the group and further arguments.
 Carrier = Callable[..., Tensor]
+# For the placement check, which runs in one process, where a collective would have no peers; and
+# for Verify, which has to know whether the other ranks take the same step.
 _carrier: Carrier | None = None
 
 

@@ -130,6 +130,8 @@ class TorchPipelineEngine(TorchEngineBase):
             for shared in self.shared:
                 share_copies(shared)
         self._make_optimizer()
+        # Copies of tied parameters count once in the norm: the first one here, if this rank counts
+        # them.
         self._uncounted = {
             id(copy) for shared in self.shared for copy in shared.copies[int(shared.is_counted) :]
         }
