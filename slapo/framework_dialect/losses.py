@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -155,8 +156,11 @@ class LossReducer:
         return self._read
 
     def _compare(self, means: list[float]) -> None:
-        low, high = min(means), max(means)
-        if high - low > self._spread * max(abs(low), abs(high)):
+        finite = [mean for mean in means if math.isfinite(mean)]
+        low, high = min(finite, default=0.0), max(finite, default=0.0)
+        # Losses of an overflow agree if no rank has a finite one; NaN fails every comparison.
+        is_mixed = 0 < len(finite) < len(means)
+        if is_mixed or high - low > self._spread * max(abs(low), abs(high)):
             shown = ", ".join(f"{mean:.6g}" for mean in means)
             raise on_every_rank(
                 SlapoError(

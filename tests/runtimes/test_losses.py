@@ -73,7 +73,7 @@ def test_the_last_stage_has_a_loss() -> None:
         LossReducer(init_mesh(device="cpu"), CPU).begin(LossAccumulator(), check=False)
 
 
-@pytest.mark.parametrize("apart", [0.0, 1e-5, 0.1])
+@pytest.mark.parametrize("apart", [0.0, 1e-5, 0.1, float("nan"), float("inf")])
 @on_ranks(4)
 def test_every_rank_gets_the_mean_or_the_error(apart: float) -> None:
     """Of three steps, of which the first and the last are checked, and of an evaluation."""
@@ -82,10 +82,10 @@ def test_every_rank_gets_the_mean_or_the_error(apart: float) -> None:
     for check, weight in ((True, None), (False, None), (True, None), (True, 3)):
         tally = LossAccumulator()
         if mesh.get_local_rank("pp"):
-            tally.add(torch.tensor(1.0 + apart * mesh.get_local_rank("tp")), weight)
+            tally.add(torch.tensor(1.0 + (apart if mesh.get_local_rank("tp") else 0)), weight)
         pending = mean.begin(tally, check)
-        if apart == 0.1 and check:
-            text = "different losses for the same batch: 1, 1.1; the schedule lacks"
+        if apart not in (0.0, 1e-5) and check:
+            text = f"different losses for the same batch: 1, {1 + apart:.6g}; the schedule lacks"
             with pytest.raises(SlapoError, match=text):
                 pending.scale()
         else:
