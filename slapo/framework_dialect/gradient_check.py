@@ -75,11 +75,15 @@ class GradientCheck:
         none = torch.zeros(_PRODUCTS + 1)
         # Read here, not in `note`, which would synchronize the host at every gradient.
         found = torch.stack([self._digests.pop(name, none).cpu().double() for name in names])
+        # In a column of its own: NaN would hide the differences of all other parameters, too.
+        is_finite = found.isfinite().all(1, keepdim=True)
+        found = torch.cat([torch.where(is_finite, found, 0), is_finite.double()], 1)
         largest, smallest = extremes(found, self._handle.group)
-        spread, norms = (largest - smallest)[:, :-1].amax(1), largest[:, -1]
+        spread, norms = (largest - smallest)[:, :_PRODUCTS].amax(1), largest[:, _PRODUCTS]
         share = spread / norms.clamp(min=_ROUNDING * float(norms.max()) or 1)
         # The last parameters of the model are the first in the backward pass, closest to the fault.
-        wrong = [names[i] for i in (share > _TOLERANCE).nonzero().flatten().tolist()][::-1]
+        differs = (share > _TOLERANCE) | (largest[:, -1] != smallest[:, -1])
+        wrong = [names[i] for i in differs.nonzero().flatten().tolist()][::-1]
         if wrong:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise on_every_rank(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import slapo
+from slapo.framework_dialect.gradient_check import GradientCheck
 from slapo.framework_dialect.gradients import (
     clip_factor,
     global_norm,
@@ -139,3 +140,17 @@ def test_a_slice_that_a_user_has_made_counts_once_it_is_said_to_be_one() -> None
         assert abs(loss / reference.step(batch) - 1) < 1e-5
         assert abs(float(engine.grad_norm) / reference.norms[-1] - 1) < 1e-5
     assert min(reference.norms) > clip
+
+
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+@on_ranks(2)
+def test_a_gradient_with_nan_hides_no_difference(ranks: tuple[int, ...]) -> None:
+    """The first parameter has it on some ranks; the gradients of the second differ."""
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    check = GradientCheck(model, dist.group.WORLD)
+    check.note("0.weight", torch.full((2, 2), float("nan") if rank in ranks else 1.0))
+    check.note("1.weight", torch.full((2, 2), 1.0 + rank))
+    named = "'1.weight', '0.weight'" if ranks == (1,) else "'1.weight'"
+    with pytest.raises(slapo.PlacementError, match=f"the gradients of {named}, which are"):
+        check.compare()
