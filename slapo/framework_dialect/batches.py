@@ -44,9 +44,18 @@ def target_counts(batch: Batch, shifts: bool) -> Tensor | None:
         labels = labels.get("labels")
     if not isinstance(labels, Tensor) or not labels.dim() or labels.dtype not in _LABELS:
         return None
+    if own is not None and not _is_first_axis(batch, "labels"):
+        return None
     if shifts and own is not None and labels.dim() > 1:
         labels = labels[..., 1:]
     return (labels != IGNORED).reshape(labels.shape[0], -1).sum(1)
+
+
+def _is_first_axis(batch: Batch, argument: str) -> bool:
+    try:
+        return batch.axis_of(argument) == 0
+    except ValueError:  # the batch cannot be split, and is not
+        return True
 
 
 @dataclass(frozen=True)
@@ -164,9 +173,10 @@ class Batch:
             return torch.cat([leaf, leaf.narrow(axis, samples - 1, 1)], axis)
 
         padded = self._along(longer)
-        labels = padded.kwargs.get("labels")
-        if isinstance(labels, Tensor) and labels.dtype in _LABELS:  # labels of the model's own loss
-            labels[samples:] = IGNORED
+        labels, axis = padded.kwargs.get("labels"), self.axis_of("labels")
+        # Labels of the model's own loss. torch.cat has copied them, if they have samples.
+        if isinstance(labels, Tensor) and labels.dtype in _LABELS and axis is not None:
+            labels.narrow(axis, samples, 1).fill_(IGNORED)
         return replace(padded, unpadded=samples)
 
     def most_parts(self, micro_batches: int) -> int:
@@ -217,6 +227,11 @@ class Batch:
                 f"both, or {_DECLARE}"
             )
         return axes
+
+    def axis_of(self, argument: str | int) -> int | None:
+        """Sample axis of an argument that is a tensor; None if it is not split."""
+        leaves = zip(self._named_leaves(), self.axes, strict=True)
+        return next((axis for (_, name, _), axis in leaves if name == argument), None)
 
     def check_totals(self) -> None:
         """Refuse to split cumulative lengths of packed documents, which refer to the full batch.

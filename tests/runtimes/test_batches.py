@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import slapo
-from slapo.framework_dialect.batches import Batch
+from slapo.framework_dialect.batches import Batch, target_counts
 from tests.runtimes.alone import Alone, compare
 from tests.runtimes.contract import sgd
 from tests.runtimes.ranks import on_ranks
@@ -33,6 +33,21 @@ def test_a_tensor_is_cut_in_views() -> None:
     assert parts[1].args[0].tolist() == [[4, 5], [6, 7]]
     assert parts[2].targets.data_ptr() == targets[4:].data_ptr()
     assert parts[0].kwargs == {}
+
+
+def test_labels_along_another_axis_are_padded_there_and_not_counted() -> None:
+    labels = torch.arange(12).view(4, 3)
+    batch = Batch.of(({"labels": labels}, torch.zeros(3)), "cpu", {"labels": 1})
+    padded = batch.cut(2, pads=True)[1]
+    assert padded.kwargs["labels"].T.tolist() == [[2, 5, 8, 11], [-100] * 4]
+    assert target_counts(batch, shifts=False) is None
+
+
+def test_padding_leaves_labels_that_are_not_split() -> None:
+    labels = torch.arange(6)
+    batch = Batch.of(({"x": rows(3), "labels": labels}, torch.zeros(3)), "cpu", {"labels": None})
+    batch.cut(2, pads=True)
+    assert labels.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_positional_arguments_with_scalars_and_others() -> None:
