@@ -23,11 +23,10 @@ _PLAIN = (str, bool, int, float, type(None))
 _LISTS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"}
 # The factory of a defaultdict is code, and is not saved.
 _DICTS: dict[type, str] = {OrderedDict: "dict", Counter: "Counter", defaultdict: "dict"}
-_MADE = {
+_MADE = {  # besides deque, which has a length
     "tuple": tuple,
     "set": set,
     "frozenset": frozenset,
-    "deque": deque,
     "dict": dict,
     "Counter": Counter,
 }
@@ -45,10 +44,13 @@ def encode(value: Any, tensors: list[Tensor], where: str) -> Any:
     if isinstance(value, bytes):
         return {_TAG: "bytes", "text": base64.b64encode(value).decode()}
     if type(value).__module__ == "numpy":
-        return _encode_numpy(value)
+        return _encode_numpy(value, where)
     if type(value) is list or type(value) in _LISTS:
         items = [encode(v, tensors, f"{where}[{k}]") for k, v in enumerate(value)]
-        return items if type(value) is list else {_TAG: _LISTS[type(value)], "items": items}
+        if type(value) is list:
+            return items
+        length = {"maxlen": value.maxlen} if type(value) is deque else {}
+        return {_TAG: _LISTS[type(value)], "items": items, **length}
     if type(value) is dict or type(value) in _DICTS:
         pairs = [(k, encode(v, tensors, f"{where}[{k!r}]")) for k, v in value.items()]
         if type(value) is dict and all(type(k) is str and k != _TAG for k, _ in pairs):
@@ -80,12 +82,19 @@ def decode(value: Any, tensors: list[Tensor]) -> Any:
     if kind == "numpy":
         return _decode_numpy(value)
     if "items" in value:
-        return _MADE[kind](decode(each, tensors) for each in value["items"])
+        items = (decode(each, tensors) for each in value["items"])
+        return deque(items, value.get("maxlen")) if kind == "deque" else _MADE[kind](items)
     pairs = [(decode(key, tensors), decode(each, tensors)) for key, each in value["pairs"]]
     return _MADE[kind](dict(pairs))
 
 
-def _encode_numpy(value: Any) -> Any:
+def _encode_numpy(value: Any, where: str) -> Any:
+    # The bytes of an array of objects are pointers; those of records lack the fields' names.
+    if value.dtype.kind in "OV":
+        raise SlapoError(
+            f"{where} is an array of dtype {value.dtype}, which cannot be saved; use lists or "
+            "dicts of arrays of numbers"
+        )
     data = base64.b64encode(value.tobytes()).decode()
     shape = list(value.shape)
     return {_TAG: "numpy", "dtype": value.dtype.str, "shape": shape, "data": data}

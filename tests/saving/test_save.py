@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 import slapo
 from slapo.command import main
+from slapo.saving.nests import decode, encode
 from slapo.saving.steps import file_of
 from slapo.weights.files import TensorFile
 from slapo.weights.folders import MANIFEST
@@ -478,6 +480,19 @@ def test_a_tensor_of_its_own_is_refused(tmp_path: Path) -> None:
     engine, _ = slapo.build(sch, target="torch", mesh=slapo.init_mesh(device="cpu"), optimizer=adam)
     assert "['1.weight'] come from no tensor" in error_of(lambda: engine.save(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_bounded_queue_stays_bounded() -> None:
+    found = decode(json.loads(json.dumps(encode(deque([1, 2], 2), [], "state"))), [])
+    assert found == deque([1, 2])
+    assert found.maxlen == 2
+
+
+@pytest.mark.parametrize("dtype", ["O", "i4, f8"])
+def test_arrays_whose_bytes_do_not_suffice_are_refused(dtype: str) -> None:
+    array = pytest.importorskip("numpy").zeros(2, dtype)
+    with pytest.raises(slapo.SlapoError, match=r"state\['order'\] is an array of dtype"):
+        encode({"order": array}, [], "state")
 
 
 class Raises(Data):
