@@ -133,6 +133,21 @@ def test_no_step_is_taken_after_one_whose_scheduler_failed() -> None:
         engine.train_batch(data())
 
 
+def test_no_step_is_taken_after_one_that_failed_halfway() -> None:
+    """The optimizer has changed some of the parameters."""
+
+    class Fails(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            self.param_groups[0]["params"][0].data.zero_()
+            raise MemoryError("state of the next parameter")
+
+    engine = make("torch", (1, 1, 1), optimizer=functools.partial(Fails, lr=0.1))
+    with pytest.raises(MemoryError):
+        engine.train_batch(data())
+    with pytest.raises(slapo.SlapoError, match="an earlier step failed with MemoryError"):
+        engine.train_batch(data())
+
+
 # --- evaluations of unlike sizes -----------------------------------------------------------------
 @pytest.mark.slow
 @pytest.mark.parametrize(

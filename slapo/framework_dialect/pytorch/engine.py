@@ -71,7 +71,7 @@ class TorchEngineBase(Engine):
     def _check_model(self) -> None:
         refuse_sharded(self.module)
 
-    #: true between the optimizer's step and the end of the training step
+    #: true from the begin of the optimizer's step to the end of the training step
     _has_stepped = False
 
     def _make_optimizer(self) -> None:
@@ -118,8 +118,9 @@ class TorchEngineBase(Engine):
         is_finite = self._is_finite()
         if is_finite:
             self._drop_gathered()
-            self.optimizer.step()
+            # Before the step, which may fail after it has changed some of the parameters.
             self._has_stepped = True
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         # They would add up over the steps, and count in the norm.
         for parameter in self._others:
@@ -296,9 +297,9 @@ class TorchEngine(TorchEngineBase):
         self._is_apart = differ and self.sharding is not None
         if self._is_apart:
             return gathered_at_once(self._sharded, training)
-        # Else replicas must use the same parameters. DDP compares them between the last forward and
-        # its backward, FSDP2 the order of layers during each forward, unless hooks would be
-        # compiled.
+        # Else replicas must use the same parameters. Under DDP these are compared between the last
+        # forward and its backward; under FSDP2 the order of layers is, during each forward, unless
+        # the hooks would be compiled.
         self._is_to_compare = training and (differ or self.options.is_checked(self.step_count))
         if not self._is_to_compare or self.sharding is None or self.options.compile:
             return nullcontext()
@@ -316,7 +317,7 @@ class TorchEngine(TorchEngineBase):
         # DDP and FSDP2 keep their own sums, and count pending gradients.
         if self.runner is not self.module or self.sharding is not None:
             return False
-        if self._has_stepped:  # the scheduler failed after the step, which cannot be undone
+        if self._has_stepped:  # the optimizer or its scheduler failed, which cannot be undone
             return False
         for parameter in self.parameters():
             parameter.grad = None
