@@ -217,8 +217,7 @@ def t5(config: Any) -> Recipe:
             path: "sum_grad",
             " ".join(f"{path}.{name}" for name in wide.split()): "columns",
             f"{path}.wo": "rows",
-            # This dropout acts between wi and wo, where each rank has features of its own.
-            f"{path}.dropout": "fork_rng",
+            f"{path}.dropout": "fork_rng",  # it acts between wi and wo
         }
 
     # Attention is given a position bias; each rank has the bias of its own heads.
