@@ -269,6 +269,8 @@ def run_command(
         seconds = time.monotonic() - started
         if process is not None:
             _end(process, str(results))
+        else:  # perhaps interrupted while it started, and known by its mark alone
+            _kill(None, str(results))
     entries = _entries(results)
     results.unlink(missing_ok=True)
     if code is None:

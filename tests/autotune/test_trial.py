@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -263,6 +264,23 @@ def test_a_launcher_has_time_to_end_its_ranks(tmp_path: Path) -> None:
     )
     assert run(tmp_path, code, timeout=0.5).outcome == "timeout"
     assert (tmp_path / "log").read_text() == "ended\n"
+
+
+@linux
+def test_a_trial_that_is_interrupted_while_it_starts_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            started.append(self)
+            raise KeyboardInterrupt
+
+    started: list[Interrupted] = []
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, "import time; time.sleep(60)")
+    assert started[0].wait(5) == -signal.SIGKILL
 
 
 @linux
