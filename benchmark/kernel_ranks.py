@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import slapo
 from benchmark.kernel_cases import Case, check_losses
 from benchmark.measure import Progress, Result, Target, on_ranks, peak_of, profiled_peak_of
+from slapo.cost.meter import collective_name
 from slapo.model_schedule import apply_schedule
 
 #: Speed of the best of ours against each of the others.
@@ -330,8 +331,7 @@ class Traffic(TorchDispatchMode):
             return NotImplemented
         space, _, name = func._schema.name.partition("::")
         if space in ("c10d", "_c10d_functional") and not _NO_COLLECTIVES & set(name.split("_")):
-            name = name.rstrip("_")
-            self.calls[_NAMES.get(name, name)] += 1
+            self.calls[collective_name(name)] += 1
             given = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
             self.bytes += sum(t.nbytes for t in given if isinstance(t, Tensor))
         return func(*args, **(kwargs or {}))
@@ -339,8 +339,6 @@ class Traffic(TorchDispatchMode):
 
 #: Words in names of operators that send nothing.
 _NO_COLLECTIVES = {"wait", "wrap", "barrier"}
-#: The same by the two names that torch has for it.
-_NAMES = {"allreduce": "all_reduce", "_allgather_base": "all_gather", "allgather": "all_gather"}
 
 
 def _traffic(side: str, case: Case, folder: str) -> tuple[Traffic, Traffic]:

@@ -191,7 +191,7 @@ def _add_identity(value: Any, parts: list[str]) -> None:
             parts.append(f"{name}: {kind.__module__}.{kind.__qualname__}({shown})")
     elif isinstance(value, (FunctionType, MethodType)):
         code = value.__code__
-        # The bytecode tells apart functions of one name, as ids and addresses differ between
+        # By bytecode, so that functions of one name differ: ids and addresses are not equal in two
         # processes.
         parts.append(f"{value.__module__}.{value.__qualname__} {code.co_code.hex()}")
         # Leave out code objects, whose text contains an address.

@@ -81,6 +81,12 @@ _COLLECTIVES = {
 }
 
 
+def collective_name(operation: str) -> str:
+    """Return the name of a collective, the same for both names that torch has for it."""
+    plain = operation.strip("_")
+    return _COLLECTIVES.get(plain, plain)
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A kernel, with the figures that determine its time."""
@@ -257,8 +263,7 @@ class Meter(TorchDispatchMode):
             groups = [dist.distributed_c10d._resolve_process_group(named[-1])]
         size = max(t.numel() * t.element_size() for t in tensors)
         ranks = groups[0].size() if groups else 1
-        plain = name.strip("_")
-        self.collectives.append(Collective(_COLLECTIVES.get(plain, plain), size, ranks))
+        self.collectives.append(Collective(collective_name(name), size, ranks))
 
 
 #: Attributes of fake tensors: the mean of one random value, and the likely value of a boolean.

@@ -50,8 +50,7 @@ class ModuleCall:
     is_leaf: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        has_parts = next(self.module.children(), None) is not None
-        self.is_leaf = not has_parts or is_torch_leaf(self.module)
+        self.is_leaf = next(self.module.children(), None) is None or is_torch_leaf(self.module)
 
 
 @dataclass

@@ -248,8 +248,8 @@ class _Split:
                 self.gathered.append(node.path)
         elif name == "whole":
             axis = ast.literal_eval(word.arguments[0])
-            # What follows runs alike on every rank, so each has the whole gradient of the gathered
-            # input: its own slice suffices, and a sum would multiply it by the ranks.
+            # The module computes the same on every rank, so each has the full gradient of the
+            # gathered input: its own slice suffices, and a sum would multiply it by the ranks.
             node.sync("fwd_pre", "all_gather", axis=axis, tensor_parallel_output_grad=False)
             node.sync("fwd_post", "scatter", axis=axis)
         elif name == "sum_output_grad":

@@ -23,10 +23,11 @@ _PLAIN = (str, bool, int, float, type(None))
 _LISTS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"}
 # The factory of a defaultdict is code, and is not saved.
 _DICTS: dict[type, str] = {OrderedDict: "dict", Counter: "Counter", defaultdict: "dict"}
-_MADE = {  # besides deque, which has a length
+_MADE: dict[str, Any] = {
     "tuple": tuple,
     "set": set,
     "frozenset": frozenset,
+    "deque": deque,
     "dict": dict,
     "Counter": Counter,
 }
@@ -83,7 +84,7 @@ def decode(value: Any, tensors: list[Tensor]) -> Any:
         return _decode_numpy(value)
     if "items" in value:
         items = (decode(each, tensors) for each in value["items"])
-        return deque(items, value.get("maxlen")) if kind == "deque" else _MADE[kind](items)
+        return _MADE[kind](items, *([value["maxlen"]] if "maxlen" in value else []))
     pairs = [(decode(key, tensors), decode(each, tensors)) for key, each in value["pairs"]]
     return _MADE[kind](dict(pairs))
 

@@ -83,7 +83,8 @@ def sum_shared(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor
     """Sum the gradient of a slice over the ranks that hold that slice."""
     if group_size(group) == 1:
         return tensor
-    # The same sum as that of reduce_from_group; the placement check tells them apart by the step.
+    # The same sum as that of reduce_from_group, under another step: the placement check has a rule
+    # for each.
     return _apply(_ReduceFromGroup, tensor, group, SUM_SHARED)
 
 

@@ -150,8 +150,8 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.ConvTranspose1d: _conv(1, (1, 0)),
     nn.ConvTranspose2d: _conv(2, (1, 0)),
     nn.ConvTranspose3d: _conv(3, (1, 0)),
-    # None: the class takes inputs of several numbers of dimensions, so the position of the channels
-    # from the end is unknown.
+    # The class takes inputs with or without a length, so the position of the channels, counted from
+    # the end, is unknown.
     nn.BatchNorm1d: _per_channel("num_features", None),
     nn.BatchNorm2d: _per_channel("num_features", -3),
     nn.BatchNorm3d: _per_channel("num_features", -4),

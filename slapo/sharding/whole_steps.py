@@ -96,7 +96,7 @@ def _reach(optimizer: Optimizer, group: dict[str, Any]) -> int:
             (value[i].to(device), [g[i].to(device) for g in gradients]) for i in range(2)
         )
         (alone,) = _updates(optimizer, group, [first])
-        # Such a step could not be told from an elementwise one.
+        # A step without changes would look elementwise.
         if not alone.any():
             raise SlapoError("step() changes nothing")
         other = (second[0], [g * 50 for g in second[1]])
