@@ -67,8 +67,8 @@ def fit(
     eval_every
         Steps between evaluations; by default only at the end.
     scheduler
-        Scheduler that is stepped after each step, if ``build`` was given none. It is saved and
-        resumed with the engine.
+        Scheduler that is stepped after each step that is not skipped, if ``build`` was given none.
+        It is saved and resumed with the engine.
     save
         Folder of the saved steps.
     save_every
@@ -118,7 +118,7 @@ def fit(
         while engine.step_count < steps and not loop.has_stopped():
             metrics = loop.step()
             done = engine.step_count
-            if scheduler is not None:
+            if scheduler is not None and engine.was_step_applied:
                 scheduler.step()
             if eval_data is not None and _is_due(done, eval_every, steps):
                 metrics["eval_loss"] = loop.evaluate(eval_data)

@@ -91,6 +91,15 @@ def test_evaluation_scheduler_and_logs() -> None:
     assert history[-1]["eval_loss"] == pytest.approx(sum(by_hand) / 2)
 
 
+def test_the_scheduler_waits_for_skipped_steps() -> None:
+    made = engine(nonfinite="skip")
+    scheduler = torch.optim.lr_scheduler.StepLR(made.optimizer, 1, gamma=0.5)
+    good = batches()[0]
+    spoilt = (torch.full_like(good[0], torch.nan), *good[1:])
+    history = slapo.fit(made, [spoilt, good, good], steps=3, scheduler=scheduler)
+    assert [each["lr"] for each in history] == [0.01, 0.01, 0.005]
+
+
 # --- resumed and stopped -------------------------------------------------------------------------
 class Positioned:
     """Data that restores its own position."""

@@ -65,7 +65,9 @@ class Engine:
         Norm of the full model's gradient at the last step, before clipping; None unless
         ``clip_grad_norm`` is set (``math.inf`` only measures).
     step_count : int
-        Number of optimizer steps requested so far.
+        Number of optimizer steps requested so far, including skipped ones.
+    was_step_applied : bool
+        False if the last step was skipped, because a gradient was not finite.
     samples : int
         Samples of batches that this replica has trained on by `train_batch`; after `load`, this
         includes its part of the earlier ones.
@@ -85,6 +87,7 @@ class Engine:
         self.scheduler: Any = None
         self.grad_norm: Tensor | None = None
         self.step_count = self.samples = 0
+        self.was_step_applied = True
         all_ranks_or_none("build", self._check_model)
         # Not to(), which fails on tensors on meta. _apply keeps the Parameter objects, and so their
         # ties, tags and hooks.

@@ -157,7 +157,9 @@ def test_a_step_with_a_gradient_that_is_not_finite(
     before = copied(engine)
     step(engine, is_spoilt=True)
     assert is_unchanged(engine, before)
+    assert not engine.was_step_applied
     step(engine)
+    assert engine.was_step_applied
     assert is_unchanged(engine, fresh.state_dict())
     assert engine.scheduler.get_last_lr() == fresh.scheduler.get_last_lr()
 

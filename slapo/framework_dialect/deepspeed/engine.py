@@ -152,6 +152,7 @@ class DeepSpeedEngine(Engine):
         looks = self.options.nonfinite != "step" and not hasattr(optimizer, "overflow")
         with self._scaled(scale), self._left_out() if looks else nullcontext():
             yield
+        self.was_step_applied = self.engine.was_step_applied()
         if self.options.nonfinite == "error" and getattr(optimizer, "overflow", False):
             self._nonfinite = "not finite"  # ZeRO has checked, and skipped the step
 

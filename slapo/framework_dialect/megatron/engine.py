@@ -218,11 +218,11 @@ class MegatronEngine(Engine):
         self._compare_gradients(lambda parameter: parameter.main_grad)  # type: ignore[attr-defined]
         if scale is not None:
             self.model.scale_gradients(scale.float())
-        has_stepped, norm = False, None
+        self.was_step_applied, norm = False, None
         if self._is_finite():
             with self._quietly():
-                has_stepped, norm, _ = self.optimizer.step()
-        if not has_stepped and self.options.nonfinite == "error":
+                self.was_step_applied, norm, _ = self.optimizer.step()
+        if not self.was_step_applied and self.options.nonfinite == "error":
             self._nonfinite = "not finite"
         # Without a limit the norm is not measured, and is reported as 0.
         if norm is not None and self.options.clip_grad_norm is not None:
@@ -230,7 +230,7 @@ class MegatronEngine(Engine):
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         # A step is skipped if scaled float16 gradients overflow.
-        if self.scheduler is not None and has_stepped:
+        if self.scheduler is not None and self.was_step_applied:
             self.scheduler.step()
 
     def _is_finite(self) -> bool:

@@ -115,8 +115,8 @@ class TorchEngineBase(Engine):
         scale = self._clip(parameters, scale)
         if scale is not None:
             scale_gradients(parameters, scale)
-        is_finite = self._is_finite()
-        if is_finite:
+        self.was_step_applied = self._is_finite()
+        if self.was_step_applied:
             self._drop_gathered()
             # Before the step, which may fail after it has changed some of the parameters.
             self._has_stepped = True
@@ -125,7 +125,7 @@ class TorchEngineBase(Engine):
         # They would add up over the steps, and count in the norm.
         for parameter in self._others:
             parameter.grad = None
-        if is_finite and self.scheduler is not None:
+        if self.was_step_applied and self.scheduler is not None:
             self.scheduler.step()
         self._has_stepped = False
 
