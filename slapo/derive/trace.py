@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -128,6 +129,11 @@ def trace(
     return found
 
 
+def _memory(tensor: Tensor) -> int:
+    # Not data_ptr(), which is 0 for every fake tensor.
+    return tensor.untyped_storage()._cdata
+
+
 #: Operations whose result has the size of a tensor but none of its values.
 _NO_VIEWS = MAKERS | {"rand_like", "randn_like"}
 
@@ -144,14 +150,15 @@ class _Mode(TorchDispatchMode):
         self.running = [ModuleCall("", found.model)]
         #: id of a tensor -> index of its value; tensors are kept alive, so ids are unique
         self.numbers: dict[int, int] = {}
-        self._held: list[Tensor] = []
+        #: memory -> its tensors
+        self._held: defaultdict[int, list[Tensor]] = defaultdict(list)
 
     # --- values ---------------------------------------------------------------------------------
     def add(self, tensor: Tensor, value: Value) -> int:
         """Add the value of a tensor, and return its index."""
         self.found.values.append(value)
         if id(tensor) not in self.numbers:
-            self._held.append(tensor)
+            self._held[_memory(tensor)].append(tensor)
         self.numbers[id(tensor)] = len(self.found.values) - 1
         return self.numbers[id(tensor)]
 
@@ -227,9 +234,11 @@ class _Mode(TorchDispatchMode):
         # `F.linear` multiplies by a transposed weight, and packed weights are cut by views.
         is_view = len(values) == 1 and values[0].is_parameter and call.name not in _NO_VIEWS
         node = Node("operation", call.name, inputs, [], self.running[-1], call.contracted)
+        views: list[tuple[Tensor, Tensor]] = []
         for tensor, dims in zip(outs, found, strict=True):
             # Written in place: what the tensor had before has the same axes.
-            if id(tensor) in self.numbers:
+            is_written = id(tensor) in self.numbers
+            if is_written:
                 for before, after in zip(self.dims(tensor), dims, strict=True):
                     unify(before, after, call.name)
             is_float = tensor.is_floating_point() or tensor.is_complex()
@@ -237,8 +246,22 @@ class _Mode(TorchDispatchMode):
             if is_float and comes_of_some and not needs_grad:
                 value.unrecorded = node
             node.outputs.append(self.add(tensor, value))
+            if is_written:
+                views += [(tensor, o) for o in self._held[_memory(tensor)] if o is not tensor]
         self.found.nodes.append(node)
+        for tensor, other in views:
+            self._write_through(tensor, other)
         return out
+
+    def _write_through(self, written: Tensor, other: Tensor) -> None:
+        """Give a tensor a new value after a write in place through another view of its memory."""
+        numbers = [self.number(other), self.number(written)]
+        before, after = (self.found.values[number] for number in numbers)
+        node = Node("operation", "copy", numbers, [], self.running[-1])
+        needs_grad = before.needs_grad or after.needs_grad
+        unrecorded = node if before.unrecorded or after.unrecorded else None
+        node.outputs.append(self.add(other, Value(before.dims, needs_grad, unrecorded=unrecorded)))
+        self.found.nodes.append(node)
 
     def _by_rule(self, call: AxisCall) -> list[Dims]:
         try:

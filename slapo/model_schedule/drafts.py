@@ -238,7 +238,7 @@ def _refuse_unfit(model: nn.Module) -> None:
         "scheduled": bool(history_of(model)),
         "wrapped or compiled": isinstance(model, wrappers),
         # Packed integers have other shapes than the features that they encode.
-        "quantized": not all(dtype.is_floating_point for dtype in dtypes),
+        "quantized": not all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes),
         "given adapters": "peft" in kinds,
     }
     done = [what for what, is_so in found.items() if is_so]

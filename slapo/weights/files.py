@@ -99,6 +99,12 @@ class TensorFile:
         cls, path: Path, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]]
     ) -> TensorFile:
         """Create a file with room for `tensors`, whose values are written later in any order."""
+        for name, (_, dtype) in tensors.items():
+            if dtype not in _NAMES:
+                raise SlapoError(
+                    f"{name!r} is {dtype}, which safetensors files cannot hold; pass a model of "
+                    "another dtype, such as complex64"
+                )
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
         # The order of safetensors' own writer keeps values aligned.

@@ -110,6 +110,22 @@ def test_what_is_written_through_a_view_is_not_zero(ranks: int, make: Any) -> No
     assert "would count once per rank" in str(refused(sch))
 
 
+def test_partial_gradients_in_a_view_of_zeros(ranks: int) -> None:
+    """The backward pass of ``irfft`` writes them there."""
+
+    class Spectral(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            smooth = torch.fft.irfft(torch.fft.rfft(self.emb(x))[..., :5], n=WIDTH)
+            return self.fc2(F.gelu(self.fc1(smooth)))
+
+    sch = slapo.create_schedule(Spectral())
+    sch["fc1"].shard("weight", 0).shard("bias", 0)
+    sch["fc2"].shard("weight", 1).sync("fwd_post", "all_reduce")
+    assert 'add sch["fc1"].sync("bwd_post", "all_reduce")' in str(refused(sch))
+    sch["emb"].sync("fwd_post", "all_reduce_grad")
+    check(sch, X)
+
+
 # --- convolutions --------------------------------------------------------------------------------
 class ShortConvolution(Base):
     """A depthwise convolution over a packed projection."""

@@ -628,6 +628,25 @@ def test_ranks_that_do_not_divide() -> None:
     assert drafted.recipe.splits["blocks.1"] == "columns, sum_grad(x)"  # of 96 features
 
 
+def test_gradients_through_writes_in_place() -> None:
+    """Autograd follows a write through a view to the whole tensor, and so does the derivation."""
+
+    class Scaled(nn.Module):
+        def __init__(self, hidden: int) -> None:
+            super().__init__()
+            self.mix = nn.Linear(hidden, hidden)
+            self.scale = nn.Parameter(torch.rand(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = torch.zeros_like(x)
+            out[..., :3] = x[..., :3] * self.scale
+            return out + self.mix(x)
+
+    drafted = slapo.draft(nn.Sequential(nn.Linear(9, 32), Scaled(32), Gated(32)), torch.randn(2, 9))
+    assert not drafted.given_up
+    assert drafted.recipe.splits["2"] == "columns, sum_grad(x)"
+
+
 def test_an_operation_of_ones_own() -> None:
     class Odd(nn.Module):
         def __init__(self, hidden: int) -> None:

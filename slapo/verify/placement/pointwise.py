@@ -159,7 +159,7 @@ def _left_by_sum(call: Call) -> frozenset[int]:
 
 
 def _stays_zero(call: Call) -> bool:
-    if call.name in ("expand", "neg", *VIEWS, *COPIES):
+    if call.name in ("neg", *_MOVES):
         return call.places[0].is_zero
     if call.name in ("add", "mul"):
         scalars = [a for a in call.args[:2] if not isinstance(a, Tensor)]
