@@ -172,11 +172,9 @@ def input_names(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def _names_of(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of positional and of keyword-only parameters."""
-    found: tuple[list[str], list[str]] = ([], [])
-    for p in inspect.signature(function).parameters.values():
-        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
-            found[p.kind is p.KEYWORD_ONLY].append(p.name)
-    return tuple(found[0]), tuple(found[1])
+    known = inspect.signature(function).parameters.values()
+    positional = [p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return tuple(positional), tuple(p.name for p in known if p.kind is p.KEYWORD_ONLY)
 
 
 _cached_names = functools.lru_cache(maxsize=256)(_names_of)

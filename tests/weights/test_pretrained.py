@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -615,11 +616,12 @@ def test_averages_go_out_in_place_of_the_model(folders: Path, tmp_path: Path) ->
     assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.skipif(
+    not (find_spec("deepspeed") and find_spec("megatron")), reason="an engine is not installed"
+)
 @on_ranks(2)
 def test_float32_copies_are_of_the_folders_precision(folders: Path) -> None:
     """They come from the folder, not from what a recipe has rounded to; and so do losses."""
-    pytest.importorskip("deepspeed")
-    pytest.importorskip("megatron.core")
     stand_in_for_cuda()
     mesh = slapo.init_mesh(1, 2, 1, device="cpu")
     whole, batch = contents(folders / "llama"), tokens(2, 8)

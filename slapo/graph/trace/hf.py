@@ -146,8 +146,9 @@ def causal_masks_left_out(arguments: Mapping[str, Any]) -> Iterator[None]:
         yield
         return
     # Older releases of dynamo take ``torch.compiler.is_exporting()`` for True, and masks are never
-    # left out while exporting.
-    replaced: dict[str, Any] = {"is_torchdynamo_exporting": _no}
+    # left out while exporting. Older releases of Transformers leave out none while tracing, even
+    # without padding whose values would decide.
+    replaced: dict[str, Any] = {"is_torchdynamo_exporting": _no, "is_tracing": _is_given}
     if arguments.get("position_ids") is None:
         replaced["find_packed_sequence_indices"] = _not_packed
     with mock.patch.multiple(home, create=True, **replaced):
@@ -156,6 +157,10 @@ def causal_masks_left_out(arguments: Mapping[str, Any]) -> Iterator[None]:
 
 def _no() -> bool:
     return False
+
+
+def _is_given(tensor: Any = None) -> bool:
+    return tensor is not None
 
 
 def _not_packed(position_ids: Any) -> None:
