@@ -120,6 +120,14 @@ class Engine:
     def _check_model(self) -> None:
         """Refuse a model that this engine cannot train."""
 
+    def _refuse_scalars(self, who: str, instead: str) -> None:
+        scalars = [name for name, p in self.module.named_parameters() if p.dim() == 0]
+        if scalars:
+            raise ValueError(
+                f"{who} cannot shard scalar parameters: {scalars}; give them the shape (1,), or "
+                f"pass {instead}"
+            )
+
     def _moved(self, tensor: Tensor) -> Tensor:
         """Move a tensor to the device, unless it is on meta; cast to float32 if requested."""
         is_cast = self.options.dtype is torch.float32 and tensor.is_floating_point()

@@ -72,7 +72,8 @@ def apply_schedule(
         ``checkpoint_method``       ``"uniform"``: evenly spaced layers; ``"head"``: the first ones.
         ``pipeline_cuts``           Number of stages, balanced by work; or the indices of the layers
                                     that end a stage, over all stacks or in a list per stack. None.
-        ``example_inputs``          Example arguments of the model, for the trace that cuts need.
+        ``example_inputs``          Example inputs of the model, for drafts and the trace of cuts: a
+                                    tensor, a tuple of positional or a dict of keyword arguments.
         ``check``                   False skips the proof of ``"auto"``, and that of a recipe
                                     for a model of another family on several ranks. True.
         ``bcast_input``             Broadcast the inputs of the group's first rank. False.

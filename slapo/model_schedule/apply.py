@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import replace
 from typing import Any
@@ -35,6 +36,7 @@ from slapo.model_schedule.stage_cuts import chosen_cuts, cut, even_cuts, layer_c
 from slapo.op.attention import check_available
 from slapo.schedule import Schedule
 from slapo.snapshot import restored_on_error
+from slapo.utils.calls import as_call
 
 
 def apply_recipe(
@@ -261,7 +263,8 @@ class _RecipeRun:
 def inputs_for(sch: Schedule, options: Options, config: Any) -> dict[str, Any]:
     """Return the given example inputs, or inputs whose tokens can be sharded over the ranks."""
     if options.example_inputs is not None:
-        return dict(options.example_inputs)
+        args, kwargs = as_call(options.example_inputs)
+        return {**inspect.signature(sch.mod.forward).bind_partial(*args).arguments, **kwargs}
     # Sharded tokens need a multiple of the ranks. At least six tokens, so that causal attention has
     # several rows.
     length = sch.world_size * math.ceil(6 / sch.world_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -21,6 +21,7 @@ from slapo.model_schedule.splits import (
 )
 from slapo.op.attention import known_backend
 from slapo.schedule import Schedule
+from slapo.utils.calls import as_call
 
 METHODS = ("uniform", "head")
 
@@ -45,7 +46,7 @@ class Options:
     gather_logits: bool = True
     fused_loss: bool = False
     check: bool = True
-    example_inputs: Mapping[str, Any] | None = None
+    example_inputs: Any = None
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -70,12 +71,8 @@ class Options:
             object.__setattr__(self, "attn_op_name", known_backend(self.attn_op_name))
         if self.pipeline_cuts is not None:
             self._check_cuts()
-        given = self.example_inputs
-        if given is not None and not isinstance(given, Mapping):
-            raise TypeError(
-                f"example_inputs is a {type(given).__name__}; pass a dict with the forward's "
-                "argument names as keys"
-            )
+        if self.example_inputs is not None:
+            as_call(self.example_inputs)
 
     def _check_cuts(self) -> None:
         cuts = self.pipeline_cuts

@@ -603,7 +603,7 @@ def test_a_model_of_which_nothing_is_sharded_is_refused_over_ranks() -> None:
     x = torch.randn(3, 7, 24)
     words = r"no parameter of Stuck can be sharded, .*left whole: layers.*use tp=1"
     with fake_world(2), pytest.raises(slapo.SlapoError, match=words):
-        apply_schedule(Stuck(), "auto", example_inputs={"x": x}, group=dist.group.WORLD)
+        apply_schedule(Stuck(), "auto", example_inputs=x, group=dist.group.WORLD)
 
 
 def test_tokens_stay_whole_where_no_layer_is_sharded() -> None:

@@ -16,11 +16,14 @@ class OneLayer(nn.Module):
 
 
 class TwoLayers(nn.Module):
-    """Layers `a` and `b`; a subclass says what is done with them."""
+    """Layers `a` and `b`; a subclass may do something else with them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
 
 
 class Block(nn.Module):

@@ -23,6 +23,7 @@ from tests.runtimes.contract import (
     TOLERANCE,
     VOCABULARY,
     alone,
+    build,
     data,
     loss_fn,
     make,
@@ -249,5 +250,15 @@ def test_the_units_that_fsdp_gathers() -> None:
     stacks.encoder, stacks.decoder = Stack(), Stack()
     assert list(fsdp_units(stacks)) == [*stacks.encoder.layers, *stacks.decoder.layers]
     by_key = nn.ModuleDict({"a": TwoLayers(), "b": TwoLayers()})
-    assert list(fsdp_units(nn.ModuleList([by_key]))) == [by_key]
     assert list(fsdp_units(by_key)) == list(by_key.values())
+    # An inner list or dict has no forward that could gather.
+    assert list(fsdp_units(nn.ModuleList([by_key]))) == list(by_key.values())
+
+
+@pytest.mark.parametrize("options", [{"data_parallel": "fsdp"}, {"dtype": torch.bfloat16}])
+def test_fsdp_takes_no_scalars(options: dict[str, Any]) -> None:
+    model = TwoLayers()
+    model.scale = nn.Parameter(torch.tensor(2.0))
+    with pytest.raises(ValueError, match=r"scalar parameters: \['scale'\]; give them the shape"):
+        build(model, **options)
+    build(model, autocast=torch.bfloat16)  # as the error says; nothing was changed

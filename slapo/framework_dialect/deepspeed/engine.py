@@ -59,12 +59,8 @@ class DeepSpeedEngine(Engine):
             engine.optimizer.check_grad_overflow = True
 
     def _check_model(self) -> None:
-        scalars = [name for name, p in self.module.named_parameters() if p.dim() == 0]
-        if self.zero == 3 and scalars:
-            raise ValueError(
-                f"deepspeed: ZeRO stage 3 cannot shard scalar parameters: {scalars}; give them "
-                "the shape (1,), or pass zero=2"
-            )
+        if self.zero == 3:
+            self._refuse_scalars("deepspeed: ZeRO stage 3", "zero=2")
         if self.zero and self.options.has_optimizer and not self.lowering.trainable():
             raise SlapoError(
                 "deepspeed: no parameter on this rank needs a gradient, but ZeRO stage "

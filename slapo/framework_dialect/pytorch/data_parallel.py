@@ -31,7 +31,9 @@ def fsdp_units(module: nn.Module) -> Iterator[nn.Module]:
     """
     children = [child for child in module.children() if any(True for _ in child.parameters())]
     if _is_list(module):
-        yield from children
+        for child in children:
+            # Parameters are gathered by a forward, which an inner list or dict lacks.
+            yield from fsdp_units(child) if _is_container(child) else [child]
         return
     classes = Counter(type(child) for child in children)
     for child in children:
@@ -46,6 +48,10 @@ def _is_list(module: nn.Module) -> bool:
     names = [name for name, _ in module.named_children()]
     numbered = bool(names) and all(name.isdigit() for name in names)
     return numbered or isinstance(module, nn.ModuleDict)
+
+
+def _is_container(module: nn.Module) -> bool:
+    return type(module).forward is nn.Module.forward
 
 
 def _untied(module: nn.Module, units: list[nn.Module]) -> list[nn.Module]:

@@ -70,6 +70,9 @@ class TorchEngineBase(Engine):
 
     def _check_model(self) -> None:
         refuse_sharded(self.module)
+        if self.options.data_parallel == "fsdp" or self.options.half is not None:
+            instead = 'data_parallel="ddp", with autocast= in place of dtype='
+            self._refuse_scalars("torch: FSDP2, which half precision needs too,", instead)
 
     #: true from the begin of the optimizer's step to the end of the training step
     _has_stepped = False
