@@ -483,7 +483,7 @@ class Engine:
         if not self.options.is_checked(self.step_count):
             return
         # By name: FSDP2 replaces the Parameter objects.
-        named = self.module.named_parameters(remove_duplicate=False)
+        named = list(self.module.named_parameters(remove_duplicate=False))
         new = [n for n, p in named if p.requires_grad and n not in self._trained]
         if new:
             raise SlapoError(
@@ -491,6 +491,17 @@ class Engine:
                 "not require when this engine was built, so its optimizer does not update them; "
                 "unfreeze parameters and add adapters before slapo.build, or build again"
             )
+        frozen = [n for n, p in named if not p.requires_grad and n in self._trained]
+        if frozen and not self._may_freeze():
+            raise SlapoError(
+                f"{what}: {len(frozen)} parameters, such as {frozen[0]}, were frozen after this "
+                "engine was built, and would still get gradients of zero and decay; freeze "
+                "parameters before slapo.build, or build again"
+            )
+
+    def _may_freeze(self) -> bool:
+        """Return whether the optimizer leaves out parameters that are frozen after the build."""
+        return False
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:

@@ -75,7 +75,7 @@ class Alone:
     def step(self, batch: Any) -> float:
         """The loss of a whole batch, after which parameters are the next ones."""
         pairs = [(p, self._masters[id(p)]) for _, p in self._trained()]
-        for _, master in pairs:
+        for master in self._masters.values():
             master.grad = None
         total = 0.0
         for inputs, targets in cut(batch, self.parts):

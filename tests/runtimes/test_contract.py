@@ -205,3 +205,22 @@ def test_parameters_that_the_optimizer_lacks_are_an_error(target: str, layout: A
         parameter.requires_grad_(True)
     with pytest.raises(slapo.SlapoError, match=r"\.bias, require gradients that they did not"):
         engine.train_batch(batches)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["one", "pp", "dp", "tp"])
+@on_ranks()
+def test_parameters_frozen_after_the_build_stay_or_are_an_error(target: str, layout: Any) -> None:
+    """Not moved by momentum and decay, as zeros for gradients would do."""
+    optimizer = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+    engine, reference = make(target, layout, optimizer=optimizer), alone(optimizer=optimizer)
+    batches = list(data(3))
+    compare(engine, reference, batches[:1])
+    for model in (engine.module, reference.model):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("bias" not in name)
+    if target == "torch" and layout != (1, 2, 1):
+        found = compare(engine, reference, batches[1:])
+        assert max(found["losses"], found["state"]) < TOLERANCE
+    else:
+        with pytest.raises(slapo.SlapoError, match=r"\.bias, were frozen after this engine"):
+            engine.train_batch(iter([of_this_rank(engine.mesh, batches[1])]))

@@ -74,6 +74,9 @@ class TorchEngineBase(Engine):
             instead = 'data_parallel="ddp", with autocast= in place of dtype='
             self._refuse_scalars("torch: FSDP2, which half precision needs too,", instead)
 
+    def _may_freeze(self) -> bool:
+        return True
+
     #: true from the begin of the optimizer's step to the end of the training step
     _has_stepped = False
 
@@ -256,6 +259,10 @@ class TorchEngine(TorchEngineBase):
         # Without one, the caller's autocast context applies.
         with nullcontext() if chosen is None else autocasting(self.device, chosen):
             return self.runner(*args, **kwargs)
+
+    def _may_freeze(self) -> bool:
+        # DDP waits for the gradients of all parameters, unless it searches for unused ones.
+        return self.runner is self.module or self._may_differ
 
     def _backward(self, loss: Tensor) -> None:
         (loss if self._loss_scale is None else loss * self._loss_scale.value).backward()
