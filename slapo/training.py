@@ -19,6 +19,7 @@ from torch import Tensor
 from slapo.agreement import communication_device, has_peers
 from slapo.errors import require_count
 from slapo.framework_dialect import Engine
+from slapo.framework_dialect.optimizers import check_scheduler
 from slapo.logger import get_logger
 from slapo.saving.steps import checkpoints
 from slapo.utils.signals import NotedSignals
@@ -108,6 +109,8 @@ def fit(
     for name, value in {**counts, "log_every": log_every, "keep": keep}.items():
         if value is not None:
             require_count(f"fit: {name}", value)
+    if scheduler is not None:
+        check_scheduler(scheduler)
     logs = log if isinstance(log, (list, tuple)) else [log]
     loop = _Loop(engine, data, [each for each in logs if each is not None], scheduler)
     loop.resume(save)

@@ -132,8 +132,7 @@ def check_scheduler(scheduler: Any) -> None:
     if needed:
         raise TypeError(
             f"{type(scheduler).__name__}.step() needs {needed}, but the engine steps schedulers "
-            "without arguments; leave out lr_scheduler, create this one for engine.optimizer, "
-            "and step it yourself"
+            "without arguments; create it for engine.optimizer, and step it yourself"
         )
 
 

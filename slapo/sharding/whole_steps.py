@@ -10,6 +10,7 @@ and scatters the result. Each rank thus does the work and holds the state of som
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import weakref
 from collections import defaultdict
@@ -47,9 +48,12 @@ def reach_of_steps(optimizer: Optimizer) -> dict[Parameter, int]:
     """Determine the reach of each parameter's step by trial on small tensors."""
     found: dict[Parameter, int] = {}
     for stepper in steppers_of(optimizer):
+        closure = inspect.signature(stepper.step).parameters.get("closure")
         for group in stepper.param_groups:
             try:
-                reach = _reach(stepper, group)
+                # LBFGS and others that evaluate the model have dot products of all its gradients.
+                is_required = closure is not None and closure.default is closure.empty
+                reach = MODEL if is_required else _reach(stepper, group)
             except Exception as error:
                 reach = ELEMENT
                 logger.warning(
