@@ -103,6 +103,8 @@ _MAKERS: dict[str, Callable[[str, Any], nn.Module]] = {
 
 def use_backend(sch: Schedule, name: str, required: bool) -> bool:
     """Set the attention backend; return False if attention stays the model's own."""
+    if not required and not hasattr(sch.mod, "set_attn_implementation"):
+        return False  # no model of Transformers, so there is nothing to say
     try:
         use_attention(sch.mod, name)
     except ValueError as error:
