@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import json
+import shlex
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 import slapo
 from slapo import Schedule, ScheduleRecord
+from slapo.command import main
 from slapo.pipeline import generate_pipeline_partition
 from slapo.weights.provenance import Source
 from tests.primitives import models
@@ -40,6 +44,7 @@ OTHERS: dict[str, Any] = {
     "partition": generate_pipeline_partition,
     "slapo": slapo,
     "torch": torch,
+    "transformers": transformers,
 }
 
 
@@ -52,8 +57,22 @@ def one(module: nn.Module) -> Schedule:
     return slapo.create_schedule(nn.Sequential(module))
 
 
+def pair() -> tuple[nn.Module, Callable[[Schedule], Any], torch.Tensor]:
+    """A model, a schedule of it, and inputs: of the commands that take such a function."""
+
+    def schedule(sch: Schedule) -> None:
+        sch["1"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
+        sch["2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+    model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 40), nn.Linear(40, 16))
+    return model, schedule, torch.ones(3, 5, 16)
+
+
+#: A space to tune over, as a function and in a file.
+SPACE = "def space(choose): return {'tp': choose('tp', [1, 2])}\n"
+
+
 def tp(choose: Any) -> dict[str, Any]:
-    """A space to tune over."""
     return {"tp": choose("tp", [1, 2])}
 
 
@@ -114,11 +133,41 @@ def saved(schedule: Callable[[Schedule], Any], edit: Callable[[Any], Any] = lamb
     return path
 
 
+class Exits(Exception):
+    """A command has ended with an error."""
+
+
+def command(line: str) -> None:
+    """Run a command line of ``slapo``; its status and what it says of a mistake are raised."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            try:
+                status = main(shlex.split(line))
+            except SystemExit as error:  # argparse shows all options first
+                status, said = error.code, io.StringIO(said.getvalue().splitlines()[-1])
+    assert not out.getvalue()
+    if status:
+        raise Exits(f"{status}, {said.getvalue().strip()}")
+
+
+def file(text: str, name: str = "script.py") -> Path:
+    """A file with this text, in a folder of its own."""
+    path = Path(tempfile.mkdtemp()) / name
+    path.write_text(text)
+    return path
+
+
 def weights() -> Path:
     """A folder with a Llama in several files."""
     folder = Path(tempfile.mkdtemp()) / "llama"
     llama().save_pretrained(folder, max_shard_size="4KB")
     return folder
+
+
+def ranks(size: int = 2, rank: int = 1) -> Any:
+    """This process is one of several; the others do not exist."""
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    return dist.group.WORLD
 
 
 class Hooks:

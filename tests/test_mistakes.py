@@ -174,10 +174,14 @@ REMEDY = re.compile(
     r"|\b(?:known|nearest paths|there|candidates|classes|parameters|primitives) are |it has \['"
     r"|\btakes (?:[([]|a )|must be a|may name|; a pattern calls|the graph calls '"
     r"|children are items|the module's attribute is|\.trace\(flatten=True\)|\.decompose\(\)"
-    r"|primitives applied there:\n|must be the same on every rank"
+    r"|primitives applied there:\n|must (?:be the same on every rank|return)|but the mesh has "
+    r"|sizes that fit: |need DeepSpeed|are required: |, such as |; (?:check|draft|see) "
+    r"|supports \['"
 )
-#: A value: in quotes, in brackets, a number, or what was given.
-VALUE = re.compile(r"'[^']+'|\"[^\"]+\"|\[.*\]|\d|\bgot \w+|\w+=\w+|<lambda>")
+#: A value: in quotes, in brackets, a number, a name, or what was given.
+VALUE = re.compile(
+    r"'[^']+'|\"[^\"]+\"|\[.*\]|\d|\b(?:got|(?:is|made|returned) an?) \w+|\w+=\w+|\w+_\w+|<lambda>"
+)
 
 
 def check_parts(file: Path, told: list[Told]) -> None:

@@ -127,9 +127,6 @@ def test_a_command_in_the_configuration(tune: Run) -> None:
     status, out, _ = tune("--config", "space.py", "--trials", "2")
     assert status == 0
     assert "train.py --gpus " in out
-    status, _, err = tune("--config", "space.py", "--db", "other.db", "train.py")
-    assert status == 2
-    assert "leave one of them out" in err
 
 
 OUTCOMES = """
@@ -183,46 +180,19 @@ def test_a_script_without_a_result(tune: Run) -> None:
     assert "3 ok" in out
 
 
+def test_a_configuration_that_is_no_python(tune: Run) -> None:
+    Path("space.py").write_text("def space(:")
+    status, out, err = tune("--config", "space.py", "train.py")
+    assert (status, out) == (2, "")
+    assert "SyntaxError" in err
+
+
 def test_a_script_that_always_fails(tune: Run) -> None:
     Path("train.py").write_text("raise KeyError('lost')")
     status, out, _ = tune("--config", "space.py", "--trials", "2", *PYTHON, "train.py")
     assert status == 1
     assert "no trial gave a result" in out
     assert "crash, trial 0: exit status 1: KeyError: 'lost' trials.db.logs/trial-0000.log" in out
-
-
-@pytest.mark.parametrize(
-    ("config", "arguments", "message"),
-    [
-        (None, "--config nope.py train.py", "there is no configuration file nope.py"),
-        (None, "--config space.py nope.py", "there is no script 'nope.py' in /"),
-        (None, "--config space.py", "there is no script to run"),
-        (None, "--config space.py train.py {tpp}", "did you mean 'tp'?"),
-        (None, "--config space.py --trials 0 train.py", "trials=0"),
-        (None, "--config space.py --db space.py train.py", "space.py cannot be used as a database"),
-        (None, "train.py", "required: --config"),
-        (None, "--config space.py --error-stop some train.py", "invalid choice"),
-        ("def spaces(choose): pass", "--config c.py train.py", "has neither space(choose) nor"),
-        ("def spaces(choose): pass", "--config c.py train.py", "did you mean 'spaces'?"),
-        (f"{SPACE}\ndef get_bs_range(a): pass", "--config c.py train.py", "has both space"),
-        ("space = 7", "--config c.py train.py", "space is 7; make it a function"),
-        (f"{SPACE}\ngrows = 'tp'", "--config c.py train.py", "write a list of names"),
-        ("\n1 / 0", "--config c.py train.py", "c.py, line 2, failed: ZeroDivisionError"),
-        ("def space(:", "--config c.py train.py", "SyntaxError"),
-        ("def space(c): return None", "--config c.py train.py", "the space is empty"),
-        (f"{SPACE}\ndef constraint(p): return 0", "--config c.py train.py", "is not met (8 times)"),
-        ("def get_bs_range(a): return 4, 2, 1", "--config c.py train.py", "holds no batch size"),
-        ("def get_bs_range(a): 1 / 0", "--config c.py train.py", "failed with ZeroDivisionError"),
-        ("import sys\nsys.exit(3)", "--config c.py train.py", "line 2, failed: SystemExit: 3"),
-    ],
-)
-def test_wrong_usage(tune: Run, config: str | None, arguments: str, message: str) -> None:
-    if config is not None:
-        Path("c.py").write_text(config)
-    status, out, err = tune(*arguments.split())
-    assert (status, out) == (2, "")
-    assert message in err
-    assert not Path("runs").exists()
 
 
 def test_files_in_the_way(tune: Run) -> None:

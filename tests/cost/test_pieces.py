@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import slapo
 from benchmark.measure import peak_of
 from slapo.cost import MACHINES, Update, dryrun
 from slapo.cost.meter import Meter
@@ -252,7 +251,5 @@ def test_a_key_that_is_registered_anew_is_asked_again() -> None:
         unregister("mine")
 
 
-def test_an_optimizer_that_asks_for_numbers_says_so() -> None:
-    with pytest.raises(slapo.SlapoError, match="Adafactor could not step on fake tensors"):
-        dryrun("llama", config_of("llama"), seq_len=16, optimizer=torch.optim.Adafactor)
+def test_an_optimizer_of_whole_matrices() -> None:
     dryrun("llama", config_of("llama"), seq_len=16, optimizer=torch.optim.Muon)

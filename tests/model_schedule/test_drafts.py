@@ -779,8 +779,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert said.out.startswith("from slapo.model_schedule import Recipe")
     assert "sharded, with" in said.err
     assert main(["draft", f"{script}:nothing"]) == 1
-    assert main(["draft", f"{script}:make", "--tp", "1"]) == 1
-    assert "draft for 2 or more" in capsys.readouterr().err
 
 
 def test_the_command_on_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
