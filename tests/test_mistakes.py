@@ -99,7 +99,9 @@ def stable(text: str) -> str:
     text = re.sub(r"\S*/(\w+\.(?:py|txt)):\d+", r"\1", text)
     text = re.sub(r"\S*/(\w+\.json)", r"\1", text)
     text = re.sub(rf"{tempfile.gettempdir()}/\w+/", "", text)
-    return re.sub(r"by \S+ where \S+ is allowed", "by ... where ... is allowed", text)
+    return re.sub(
+        r"by \S+( after .*)? where \S+ is allowed", r"by ...\1 where ... is allowed", text
+    )
 
 
 @pytest.fixture(autouse=True)
