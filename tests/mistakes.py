@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers.pytorch_utils import Conv1D
@@ -24,7 +25,9 @@ from transformers.pytorch_utils import Conv1D
 import slapo
 from slapo import Schedule, ScheduleRecord
 from slapo.command import main
+from slapo.model_schedule.splits import words_of
 from slapo.pipeline import generate_pipeline_partition
+from slapo.sharding import reduce_from_group
 from slapo.weights.provenance import Source
 from tests.primitives import models
 from tests.primitives.models import Stack
@@ -38,13 +41,17 @@ OTHERS: dict[str, Any] = {
     "ScheduleRecord": ScheduleRecord,
     "Source": Source,
     "copy": copy,
+    "functional": functional,
+    "reduce_from_group": reduce_from_group,
     "dist": dist,
     "init_device_mesh": init_device_mesh,
     "nn": nn,
     "partition": generate_pipeline_partition,
     "slapo": slapo,
+    "apply_schedule": slapo.apply_schedule,
     "torch": torch,
     "transformers": transformers,
+    "words_of": words_of,
 }
 
 
@@ -93,20 +100,36 @@ def gpt2(heads: int = 3) -> nn.Module:
     return transformers.GPT2LMHeadModel(config).eval()
 
 
+#: Sizes of Llama, and of models with the same names for them.
+LLAMA: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 32,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
 def llama(
-    heads: int = 4, kv_heads: int = 1, layers: int = 1, intermediate: int = 32, tied: bool = False
+    heads: int = 4,
+    kv_heads: int = 1,
+    layers: int = 1,
+    intermediate: int = 32,
+    tied: bool = False,
+    hidden: int = 16,
 ) -> nn.Module:
-    config = transformers.LlamaConfig(
-        hidden_size=16,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=32,
-        bos_token_id=0,
-        eos_token_id=0,
-        tie_word_embeddings=tied,
-    )
+    changes = {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "tie_word_embeddings": tied,
+    }
+    config = transformers.LlamaConfig(**{**LLAMA, **changes})
     return transformers.LlamaForCausalLM(config).eval()
 
 
@@ -168,6 +191,24 @@ def ranks(size: int = 2, rank: int = 1) -> Any:
     """This process is one of several; the others do not exist."""
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     return dist.group.WORLD
+
+
+#: Inputs whose gradient is checked.
+X = torch.ones(3, 5, 4, requires_grad=True)
+
+
+def sharded(inside: Callable[[Any], Any] = F.gelu, last: Any = None) -> Schedule:
+    """Two sharded layers around a function, on two ranks; `last` is there instead of a sync."""
+    group = dist.group.WORLD if dist.is_initialized() else ranks()
+    ends = nn.Linear(4, 8), nn.Linear(8, 4, bias=last is None)
+    model = nn.Sequential(nn.LayerNorm(4), ends[0], models.Computes(inside), ends[1])
+    sch = slapo.create_schedule(model, group=group)
+    sch["1"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
+    sch["3"].shard("weight", axis=1)
+    if last is None:
+        return sch["3"].sync("fwd_post", "all_reduce").get_top_schedule()
+    ends[1].register_forward_hook(lambda module, args, output: last(output))
+    return sch
 
 
 class Hooks:

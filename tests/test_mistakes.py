@@ -177,12 +177,14 @@ REMEDY = re.compile(
     r"|\btakes (?:[([]|a )|must be a|may name|; a pattern calls|the graph calls '"
     r"|children are items|the module's attribute is|\.trace\(flatten=True\)|\.decompose\(\)"
     r"|primitives applied there:\n|must (?:be the same on every rank|return)|but the mesh has "
-    r"|sizes that fit: |need DeepSpeed|are required: |, such as |; (?:check|draft|see) "
+    r"|sizes (?:are|that fit: )|needs? (?:DeepSpeed|backward=)|are required: |, such as "
+    r"|[;:] (?:change|check|draft|see) "
     r"|supports \['"
 )
 #: A value: in quotes, in brackets, a number, a name, or what was given.
 VALUE = re.compile(
-    r"'[^']+'|\"[^\"]+\"|\[.*\]|\d|\b(?:got|(?:is|made|returned) an?) \w+|\w+=\w+|\w+_\w+|<lambda>"
+    r"'[^']+'|\"[^\"]+\"|\[.*\]|\d|\b(?:got|(?:is|made|returned) an?|is already) \w+"
+    r"|\w+=\w+|\w+_\w+|<lambda>"
 )
 
 
