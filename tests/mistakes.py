@@ -211,6 +211,16 @@ def sharded(inside: Callable[[Any], Any] = F.gelu, last: Any = None) -> Schedule
     return sch
 
 
+#: Inputs and targets of :func:`stack`.
+X_AND_Y = (torch.ones(2, 4), torch.ones(2, 4))
+
+
+def engine() -> Any:
+    """Trains :func:`stack` on one process."""
+    mesh, options = slapo.init_mesh(device="cpu"), {"loss_fn": F.mse_loss}
+    return slapo.build(stack(), "torch", mesh=mesh, optimizer=torch.optim.SGD, **options)[0]
+
+
 class Hooks:
     def hook(self, module: nn.Module, args: Any, output: Any) -> Any:
         return output

@@ -612,67 +612,19 @@ def test_the_guide_tells_what_steps_take_and_give() -> None:
     assert "\n".join(["| step | takes | gives |", "| --- | --- | --- |", *rows]) in text
 
 
-class OneHeadOfKeys(nn.Module):
-    """Multi-query attention: all heads share one head of keys and values."""
+class SharedKeys(nn.Module):
+    """Heads share one head of keys and values, or two: neighbors, or each second."""
 
-    def __init__(self, repeats: bool) -> None:
+    def __init__(self, shared: int, how: str) -> None:
         super().__init__()
-        self.q, self.kv, self.out = (nn.Linear(16, n) for n in (16, 8, 16))
-        self.heads, self.repeats = 4, repeats
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.q(x).unflatten(-1, (self.heads, 4)).transpose(1, 2)
-        k, v = (part.unsqueeze(1) for part in self.kv(x).chunk(2, -1))
-        if self.repeats:
-            k, v = (part.expand(-1, self.heads, -1, -1) for part in (k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, enable_gqa=not self.repeats)
-        return self.out(mixed.transpose(1, 2).flatten(2))
-
-
-def split_queries(sch: slapo.Schedule) -> None:
-    sch["q"].shard("weight", axis=0).shard("bias", axis=0)
-    sch["out"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
-    sch.sync("bwd_post", "all_reduce").set("heads", whole=4)
-
-
-def one_head_on_ranks(rank: int, world_size: int, repeats: bool) -> str:
-    torch.manual_seed(0)
-    sch = slapo.create_schedule(OneHeadOfKeys(repeats))
-    x = torch.randn(3, 5, 16)
-    with slapo.Verify(sch, x):
-        split_queries(sch)
-        for name in ("weight", "bias"):
-            sch["kv"].annotate(name, "partial_grad", True)
-    check(sch, x)
-    return "right"
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("repeats", [False, True])
-def test_keys_that_all_heads_share(repeats: bool) -> None:
-    assert run_distributed(one_head_on_ranks, 2, repeats) == ["right"] * 2
-    with fake_world(4, 3):  # one head of queries each
-        sch = slapo.create_schedule(OneHeadOfKeys(repeats))
-        split_queries(sch)
-        error = refused(sch, torch.randn(3, 5, 16))
-        assert error.suspect == "kv"
-        assert 'sch["kv"].annotate("weight", "partial_grad", True)' in str(error)
-        for name in ("weight", "bias"):
-            sch["kv"].annotate(name, "partial_grad", True)
-        check(sch, torch.randn(3, 5, 16))
-
-
-class TwoHeadsOfKeys(nn.Module):
-    """Grouped queries: four heads share a head of keys and values, neighbors or each second."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(16, n) for n in (32, 8, 8))
-        self.heads, self.groups, self.how = 8, 4, how
+        self.q, self.k, self.v = (nn.Linear(16, n) for n in (32, 4 * shared, 4 * shared))
+        self.heads, self.shared, self.groups, self.how = 8, shared, 8 // shared, how
         self.out = nn.Linear(32, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (-1, 4)) for layer in (self.q, self.k, self.v))
+        if self.how == "expanded":
+            k, v = (part.expand(-1, -1, self.heads, -1) for part in (k, v))
         if self.how == "neighbors" and self.groups > 1:
             k, v = (part.repeat_interleave(self.groups, 2) for part in (k, v))
         if self.how == "each second" and self.groups > 1:
@@ -682,46 +634,61 @@ class TwoHeadsOfKeys(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
-def split_in_blocks(sch: slapo.Schedule) -> None:
-    """Each rank has some of the queries of both heads of keys."""
-    sch["q"].shard("weight", axis=0, blocks=2).shard("bias", axis=0, blocks=2)
-    sch["out"].shard("weight", axis=1, blocks=2).sync("fwd_post", "all_reduce")
-    sch.sync("bwd_post", "all_reduce").set("heads", whole=8).set("groups", whole=4)
-    for name in ("weight", "bias"):
-        for keys in ("k", "v"):
-            sch[keys].annotate(name, "partial_grad", True)
+def split_queries(sch: slapo.Schedule, tagged: bool = True) -> None:
+    """Each rank has some of the queries of all heads of keys."""
+    blocks = sch.mod.shared
+    sch["q"].shard("weight", axis=0, blocks=blocks).shard("bias", axis=0, blocks=blocks)
+    sch["out"].shard("weight", axis=1, blocks=blocks).sync("fwd_post", "all_reduce")
+    sch.sync("bwd_post", "all_reduce").set("heads", whole=8).set("groups", whole=8 // blocks)
+    for keys in "kv" if tagged else "":
+        sch[keys].annotate("weight", "partial_grad", True).annotate("bias", "partial_grad", True)
 
 
-def blocks_on_ranks(rank: int, world_size: int, how: str) -> str:
-    torch.manual_seed(0)
-    sch = slapo.create_schedule(TwoHeadsOfKeys(how))
-    with slapo.Verify(sch, torch.randn(3, 5, 16)):
-        split_in_blocks(sch)
-    check(sch, torch.randn(3, 5, 16))
-    return "right"
+KEYS = [(1, "by the kernel"), (1, "expanded"), (2, "by the kernel"), (2, "neighbors")]
+
+
+def keys_on_ranks(rank: int, world_size: int) -> None:
+    for shared, how in KEYS:
+        torch.manual_seed(0)
+        sch, x = slapo.create_schedule(SharedKeys(shared, how)), torch.randn(3, 5, 16)
+        with slapo.Verify(sch, x):
+            split_queries(sch)
+        check(sch, x)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("how", ["by the kernel", "neighbors"])
-def test_keys_that_the_heads_of_a_block_share(how: str) -> None:
-    assert run_distributed(blocks_on_ranks, 2, how) == ["right"] * 2
+def test_keys_that_heads_share() -> None:
+    run_distributed(keys_on_ranks, 2)
 
 
 @pytest.mark.parametrize(
-    ("how", "ranks", "is_right"),
+    ("shared", "how", "ranks", "is_right"),
     [
-        ("by the kernel", 4, True),  # one head of queries for each head of keys
-        ("each second", 2, False),
+        (1, "by the kernel", 4, True),
+        (1, "expanded", 4, True),
+        (2, "by the kernel", 4, True),  # one head of queries for each head of keys
+        (2, "each second", 2, False),
         # Nothing of how keys are repeated in one process is left on four ranks.
-        ("neighbors", 4, False),
-        ("each second", 4, False),
+        (2, "neighbors", 4, False),
+        (2, "each second", 4, False),
     ],
 )
-def test_keys_of_blocks_without_numbers(how: str, ranks: int, is_right: bool) -> None:
-    with fake_world(ranks, 1):
-        sch = slapo.create_schedule(TwoHeadsOfKeys(how))
-        split_in_blocks(sch)
+def test_shared_keys_without_numbers(shared: int, how: str, ranks: int, is_right: bool) -> None:
+    x = torch.randn(3, 5, 16)
+    with fake_world(ranks, ranks - 1):
+        sch = slapo.create_schedule(SharedKeys(shared, how))
+        split_queries(sch)
         if is_right:
-            check(sch, torch.randn(3, 5, 16))
+            check(sch, x)
         else:
-            refused(sch, torch.randn(3, 5, 16))
+            refused(sch, x)
+
+
+@pytest.mark.parametrize("how", ["by the kernel", "expanded"])
+def test_keys_that_are_not_tagged(how: str) -> None:
+    with fake_world(4, 3):
+        sch = slapo.create_schedule(SharedKeys(1, how))
+        split_queries(sch, tagged=False)
+        error = refused(sch, torch.randn(3, 5, 16))
+    assert error.suspect in ("k", "v")
+    assert f'sch["{error.suspect}"].annotate("weight", "partial_grad", True)' in str(error)

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 import slapo
@@ -40,56 +38,6 @@ def llama(**changes: Any) -> nn.Module:
 
 
 # --- keys ----------------------------------------------------------------------------------------
-class Sloped(nn.Module):
-    """Attention with a number of its own for each head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = 4
-        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
-        self.slopes = nn.Parameter(torch.arange(1.0, 5.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            each(x).view(*x.shape[:2], self.heads, -1).transpose(1, 2)
-            for each in (self.q, self.k, self.v)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v) * self.slopes.view(1, -1, 1, 1)
-        return self.o(mixed.transpose(1, 2).flatten(2))
-
-
-def test_a_parameter_of_the_heads() -> None:
-    @register_recipe("sloped")
-    def sloped(config: Any) -> Recipe:
-        """Heads with slopes."""
-        block = {
-            "0": "sum_grad, shard(slopes, -1), divide(heads)",
-            "0.q 0.k 0.v": "columns",
-            "0.o": "rows",
-        }
-        return Recipe((Stack("blocks", block),), heads="", counts="")
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Sequential(Sloped()) for _ in range(2))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = x + block(x)
-            return x
-
-    try:
-        with fake_world(2):
-            x = torch.randn(2, 3, 16, requires_grad=True)
-            inputs = {"group": dist.group.WORLD, "example_inputs": {"x": x}}
-            sch = apply_schedule(Model(), "sloped", **inputs)
-            assert sch["blocks.0.0"].mod.slopes.shape == (2,)
-            slapo.check(sch, x)
-    finally:
-        unregister("sloped")
-
-
 def test_own_recipe() -> None:
     @register_recipe("blocks")
     def blocks(config: Any) -> Recipe:
