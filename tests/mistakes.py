@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 import slapo
 from slapo import Schedule, ScheduleRecord
+from slapo.autotune.symbols import space_of_symbols
 from slapo.command import main
 from slapo.model_schedule.splits import words_of
 from slapo.pipeline import generate_pipeline_partition
@@ -48,6 +49,7 @@ OTHERS: dict[str, Any] = {
     "nn": nn,
     "partition": generate_pipeline_partition,
     "slapo": slapo,
+    "space_of_symbols": space_of_symbols,
     "apply_schedule": slapo.apply_schedule,
     "torch": torch,
     "transformers": transformers,
@@ -215,10 +217,22 @@ def sharded(inside: Callable[[Any], Any] = F.gelu, last: Any = None) -> Schedule
 X_AND_Y = (torch.ones(2, 4), torch.ones(2, 4))
 
 
-def engine() -> Any:
-    """Trains :func:`stack` on one process."""
-    mesh, options = slapo.init_mesh(device="cpu"), {"loss_fn": F.mse_loss}
-    return slapo.build(stack(), "torch", mesh=mesh, optimizer=torch.optim.SGD, **options)[0]
+def engine(sch: Schedule | None = None, **options: Any) -> Any:
+    """Trains a schedule, or :func:`stack`, on one process."""
+    mesh = slapo.init_mesh(device="cpu")
+    given = {"loss_fn": F.mse_loss, "optimizer": torch.optim.AdamW, **options}
+    return slapo.build(stack() if sch is None else sch, "torch", mesh=mesh, **given)[0]
+
+
+def saved_step(edit: Callable[[Any], Any] = lambda manifest: 0) -> Path:
+    """A step that an engine has saved, with a change of its manifest."""
+    trained, run = engine(), Path(tempfile.mkdtemp())
+    trained.train_batch(iter([X_AND_Y]))
+    path: Path = trained.save(run).path
+    manifest = json.loads((path / "checkpoint.json").read_text())
+    edit(manifest)
+    (path / "checkpoint.json").write_text(json.dumps(manifest))
+    return path
 
 
 class Hooks:

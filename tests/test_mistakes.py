@@ -179,12 +179,14 @@ REMEDY = re.compile(
     r"|primitives applied there:\n|must (?:be the same on every rank|return)|but the mesh has "
     r"|sizes (?:are|that fit: )|needs? (?:DeepSpeed|backward=)|are required: |, such as "
     r"|[;:] (?:change|check|draft|see) "
-    r"|supports \['"
+    r"|supports \['|; (?:install|start|restore) |takes the root |is only for |this model is "
+    # Of files that are damaged, which only another copy replaces.
+    r"|is damaged|match its files|do not exist|not completed it|no weights|\) there, \("
 )
 #: A value: in quotes, in brackets, a number, a name, or what was given.
 VALUE = re.compile(
     r"'[^']+'|\"[^\"]+\"|\[.*\]|\d|\b(?:got|(?:is|made|returned) an?|is already) \w+"
-    r"|\w+=\w+|\w+_\w+|<lambda>"
+    r"|\w+=|\w+[._/]\w+|\binf\b|<lambda>"
 )
 
 

@@ -30,8 +30,7 @@ def test_a_family_that_nothing_is_known_of(name: str) -> None:
         with pytest.raises(ValueError, match="changes its logits after the head"):
             apply_schedule(other, "auto", fused_loss=True)
     sch = apply_schedule(other, "auto", fused_loss=not changes, ckpt_ratio=0.5)
-    count = sum(record.primitive == "checkpoint" for record in sch.history)
-    assert count == (1 if name == "bloom" else 2)  # of two layers, and of four
+    assert sum(record.primitive == "checkpoint" for record in sch.history) == 2
     built, _ = slapo.build(sch)
     loss, new = model(**inputs).loss, built(**inputs).loss
     loss.backward()
