@@ -376,9 +376,11 @@ def computed_by_all(rank: int, world_size: int) -> dict[str, float]:
     return {name: difference(model.double(), x.double()) for name, (model, x) in cases.items()}
 
 
-def difference(model: nn.Module, x: Tensor) -> float:
+def difference(
+    model: nn.Module, x: Tensor, schedule: Callable[[nn.Module], slapo.Schedule] = split
+) -> float:
     whole = copy.deepcopy(model)
-    sch = split(model)
+    sch = schedule(model)
     wanted, found = whole(x), model(x)
     weight = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).double()
     (wanted * weight).sum().backward()

@@ -42,21 +42,6 @@ class WrongGradient(nn.Module):
         return y + (y - y.detach())
 
 
-class Heads(nn.Module):
-    """Attention's projections, as FusedQKV replaces them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
-
-    def split(self, x: Tensor) -> Tensor:
-        return x.view(x.size(0), x.size(1), 2, 4).transpose(1, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (self.split(proj(x)) for proj in (self.query, self.key, self.value))
-        return F.scaled_dot_product_attention(q, k, v)
-
-
 def test_an_equal_schedule_passes() -> None:
     sch = slapo.create_schedule(Stack(2))
     with slapo.Verify(sch, X):
@@ -113,15 +98,12 @@ def test_a_replacement_keeps_the_values_that_are_refused() -> None:
 def test_weight_sources_carry_values_and_gradients() -> None:
     for empty in (False, True):
         with slapo.init_empty_weights(enable=empty):
-            sch = slapo.create_schedule(Heads())
-
-        def projection(x: Tensor, *shape: object) -> Tensor:
-            return slapo.call_module("query|key|value", x).view(shape).transpose(1, 2)
-
-        with slapo.Verify(sch, torch.randn(3, 5, 8)):
+            sch = slapo.create_schedule(Attention())
+        sch.trace()
+        with slapo.Verify(sch, torch.randn(3, 5, 16)):
             with slapo.init_empty_weights(enable=empty):
-                new = FusedQKV(8, 2)
-            sch.replace(new, sch.find(projection))
+                new = FusedQKV(16, 4)
+            sch.replace(new, sch.find(heads_of))
         assert "FusedQKV_0" in sch
 
 
@@ -196,18 +178,15 @@ def test_an_object_is_compared_by_a_loss_of_it() -> None:
 
 
 def test_a_replacement_of_an_earlier_block_is_an_original_later() -> None:
-    sch = slapo.create_schedule(Heads())
-
-    def projection(x: Tensor, *shape: object) -> Tensor:
-        return slapo.call_module("query|key|value", x).view(shape).transpose(1, 2)
-
-    x = torch.randn(3, 5, 8)
+    sch = slapo.create_schedule(Attention())
+    sch.trace()
+    x = torch.randn(3, 5, 16)
     with slapo.Verify(sch, x):
-        sch.replace(FusedQKV(8, 2), sch.find(projection))
+        sch.replace(FusedQKV(16, 4), sch.find(heads_of))
     with slapo.Verify(sch, x):
         sch["FusedQKV_0.fused_linear"].checkpoint()
     with pytest.raises(slapo.VerificationError), slapo.Verify(sch, x):
-        sch["FusedQKV_0.fused_linear"].replace(nn.Sequential(nn.Linear(8, 24), nn.ReLU()))
+        sch["FusedQKV_0.fused_linear"].replace(nn.Sequential(nn.Linear(16, 48), nn.ReLU()))
 
 
 def test_a_gradient_that_should_not_be_there_is_found() -> None:
