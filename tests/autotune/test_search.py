@@ -425,6 +425,11 @@ def test_paths_with_characters_of_urls(tmp_path: Path, name: str) -> None:
 
 
 # --- arguments -----------------------------------------------------------------------------------
+def test_a_command_and_a_function() -> None:
+    with pytest.raises(TuneError, match="either a command or a function run="):
+        tune(grid, ["echo"], run=lambda point: 1.0)
+
+
 def test_without_optuna(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(MissingPackageError, match=r"pip install 'slapo\[tune\]'"):

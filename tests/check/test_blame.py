@@ -132,19 +132,6 @@ def test_what_no_single_change_mends() -> None:
     assert "the schedule is wrong from" in str(blame)
 
 
-def test_a_primitive_that_raises_names_itself() -> None:
-    def schedule(sch: slapo.Schedule) -> None:
-        sch["1.0"].shard("weigth", axis=0)
-
-    with pytest.raises(ValueError, match=r'sch\["1.0"\]\.shard\(.*no parameter or buffer'):
-        bisected(schedule)
-
-
-def test_a_model_that_does_not_run() -> None:
-    with pytest.raises(slapo.SlapoError, match=r"before it is scheduled|the original model fails"):
-        bisect(make_stack, lambda sch: sch["0.1"].replace(nn.ReLU()), torch.ones(3, 5))
-
-
 def on_two_ranks(rank: int, world_size: int) -> tuple[str, str]:
     def schedule(sch: slapo.Schedule) -> None:
         for layer in sch.select("*"):

@@ -641,27 +641,6 @@ def test_what_goes_by_the_size_of_a_slice(ranks: int, name: str) -> None:
     assert "in one process" in str(error)
 
 
-def test_the_message_says_what_one_process_does() -> None:
-    with fake_world():
-        sch = slapo.create_schedule(nn.Sequential(Base(), Base(BY_SIZE["packed"])))
-        for number in "01":
-            split_pair(sch[number])
-        text = str(refused(sch))
-        assert text.startswith(
-            "check: '1' (Base): reshape gives (3, 7, 4, 12) over all ranks, and reshape gives "
-            "(3, 7, 2, 24) in one process; "
-        )
-        assert 'sch["1"].set(name, whole=...), or write the size as -1' in text
-        sch = slapo.create_schedule(nn.Sequential(Base(), Base(BY_SIZE["if"])))
-        for number in "01":
-            split_pair(sch[number])
-        text = str(refused(sch))
-        assert text.startswith(
-            "check: '1' (Base): linear of '1.fc2' gives (3, 7, 24) over all ranks, "
-        )
-        assert "and mul works on 2 and gives (3, 7, 48) in one process; " in text
-
-
 def apart_by_size(rank: int, world_size: int) -> dict[str, float]:
     torch.manual_seed(0)
     x = torch.randn(3, 7, WIDTH).double()

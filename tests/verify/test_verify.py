@@ -19,6 +19,7 @@ from slapo.weights.provenance import Source
 from tests.distributed import run_distributed
 from tests.graph.served import make
 from tests.primitives.models import Stack
+from tests.sharding.packed import Attention, heads_of
 
 X = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(1))
 TOKENS = torch.arange(15).view(3, 5) % 8
