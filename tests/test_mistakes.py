@@ -186,7 +186,7 @@ REMEDY = re.compile(
 #: A value: in quotes, in brackets, a number, a name, or what was given.
 VALUE = re.compile(
     r"'[^']+'|\"[^\"]+\"|\[.*\]|\d|\b(?:got|(?:is|made|returned) an?|is already) \w+"
-    r"|\w+=|\w+[._/]\w+|\binf\b|<lambda>"
+    r"|\w+=|\w+[._/]\w+|\binf\b|\w+ there\b|<lambda>"
 )
 
 

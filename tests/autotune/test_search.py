@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -341,42 +340,6 @@ def test_trials_of_other_points_do_not_count(tmp_path: Path) -> None:
     assert found.best is not None
     assert (found.best.result, found.foreign) == (6.0, 20)
     assert {trial.source for trial in found.trials}.isdisjoint({"retry", "import"})
-
-
-def first_command(point: dict[str, Any]) -> list[str]:
-    return ["echo", '{"throughput": 1}']
-
-
-def other_command(point: dict[str, Any]) -> list[str]:
-    return ["echo", '{"throughput": 2}']
-
-
-def test_a_database_of_another_search(tmp_path: Path) -> None:
-    db = tmp_path / "db"
-    for trials in (1, 2):
-        tune(grid, first_command, db=db, trials=trials)
-    for space, command, metric, message in [
-        (sizes, first_command, "throughput", r"space: a of \[1, .* there, bs of \[1, 2"),
-        (grid, first_command, "speed", "metric: throughput there, speed here; name another"),
-        (grid, ["echo"], "throughput", r"command: the function .* there, echo here"),
-        (
-            grid,
-            other_command,
-            "throughput",
-            r"command: the function .* there, the function .* here",
-        ),
-    ]:
-        with pytest.raises(TuneError, match=f"holds a search with another {message}"):
-            tune(space, command, db=db, metric=metric)
-
-
-def test_equal_answers_that_make_another_point(tmp_path: Path) -> None:
-    def space_of(gpus: int) -> Callable[[Choices], dict[str, Any]]:
-        return lambda choose: {"tp": choose("tp", [1, 2]), "dp": gpus}
-
-    tune(space_of(8), run=lambda point: 1.0, db=tmp_path / "db", trials=1)
-    with pytest.raises(TuneError, match=r"another space: .* ran .*'dp': 8.* is now .*'dp': 16"):
-        tune(space_of(16), run=lambda point: 1.0, db=tmp_path / "db")
 
 
 def test_two_searches_do_not_share_a_database(tmp_path: Path) -> None:

@@ -39,12 +39,19 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 class Base(nn.Module):
-    """A layer, a pair that is split, and a function on the slices in between."""
+    """A layer, a pair that is split, and a function on the slices in between, of some numbers."""
 
-    def __init__(self, inside: Callable[[Tensor], Tensor] = F.gelu, width: int = INNER) -> None:
+    def __init__(
+        self,
+        inside: Callable[[Tensor], Tensor] = F.gelu,
+        width: int = INNER,
+        inner: int = INNER,
+        **numbers: int,
+    ) -> None:
         super().__init__()
         self.emb = nn.Linear(WIDTH, WIDTH)
-        self.fc1, self.fc2 = nn.Linear(WIDTH, width), nn.Linear(INNER, WIDTH)
+        self.fc1, self.fc2 = nn.Linear(WIDTH, width), nn.Linear(inner, WIDTH)
+        vars(self).update(numbers)
         self.inside = inside
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,24 +118,23 @@ def test_what_is_written_through_a_view_is_not_zero(ranks: int, make: Any) -> No
 
 
 # --- convolutions --------------------------------------------------------------------------------
-class ShortConvolution(Base):
+def short_convolution(outputs: int) -> Base:
     """A depthwise convolution over a packed projection."""
 
-    def __init__(self, outputs: int = 1) -> None:
-        super().__init__(width=2 * INNER)
-        self.conv = nn.Conv1d(2 * INNER, 2 * INNER * outputs, 3, padding=1, groups=2 * INNER)
-        self.outputs = outputs
+    def inside(h: Tensor) -> Tensor:
+        h = model.conv(h.transpose(1, 2)).transpose(1, 2)
+        a, b = h.unflatten(-1, (-1, outputs)).sum(-1).chunk(2, -1)
+        return a * torch.sigmoid(b)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.conv(self.fc1(self.emb(x)).transpose(1, 2)).transpose(1, 2)
-        a, b = h.unflatten(-1, (-1, self.outputs)).sum(-1).chunk(2, -1)
-        return self.fc2(a * torch.sigmoid(b))
+    model: Any = Base(inside, width=2 * INNER)
+    model.conv = nn.Conv1d(2 * INNER, 2 * INNER * outputs, 3, padding=1, groups=2 * INNER)
+    return model
 
 
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_filters_are_cut_as_their_channels(ranks: int, outputs: int) -> None:
     for blocks in (2, 1):
-        sch = split(ShortConvolution(outputs), blocks=2)
+        sch = split(short_convolution(outputs), blocks=2)
         sch["conv"].shard("weight", 0, blocks=blocks).shard("bias", 0, blocks=blocks)
         if blocks == 2:
             check(sch, X)
@@ -137,17 +143,6 @@ def test_filters_are_cut_as_their_channels(ranks: int, outputs: int) -> None:
 
 
 # --- sizes ---------------------------------------------------------------------------------------
-class Grouped(Base):
-    """Statistics over groups of channels, whose number is kept by the module."""
-
-    def __init__(self, function: Callable[[Tensor, int], Tensor]) -> None:
-        super().__init__()
-        self.groups, self.function = 4, function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.function(self.fc1(self.emb(x)), self.groups))
-
-
 def by_group(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, int], Tensor]:
     return lambda h, groups: function(h.unflatten(-1, (groups, -1))).flatten(-2)
 
@@ -165,7 +160,8 @@ STATISTICS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 @pytest.mark.parametrize("name", STATISTICS)
 def test_groups_that_were_not_divided(ranks: int, name: str) -> None:
-    sch = split(Grouped(STATISTICS[name]))
+    model: Any = Base(lambda h: STATISTICS[name](h, model.groups), groups=4)
+    sch = split(model)
     error = refused(sch)
     assert "in one process" in str(error) or name == "group_norm"
     sch.set("groups", whole=4)
@@ -526,37 +522,25 @@ def test_what_only_looks_right(ranks: int, name: str) -> None:
 
 
 def test_a_gather_that_is_shorter_than_the_slice(ranks: int) -> None:
-    class Short(Base):
-        def __init__(self) -> None:
-            super().__init__()
-            self.count, self.fc2 = 12, nn.Linear(12, WIDTH)
+    def shorter(h: Tensor) -> Tensor:
+        return h.gather(1, torch.zeros(3, 7, model.count, dtype=torch.long))
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.fc1(self.emb(x))
-            return self.fc2(h.gather(1, torch.zeros(3, 7, self.count, dtype=torch.long)))
-
-    sch = split(Short())
+    model: Any = Base(shorter, inner=12, count=12)
+    sch = split(model)
     sch.set("count", whole=12)
     refused(sch)
 
 
 def test_fixed_bounds_in_a_packed_tensor(ranks: int) -> None:
-    class Cut(Base):
-        def __init__(self) -> None:
-            super().__init__(width=16)
-            self.fc2 = nn.Linear(8, WIDTH)
-            self.start, self.stop = 8, 16
+    def cut(start: int, stop: int) -> slapo.Schedule:
+        model: Any = Base(
+            lambda h: h[..., model.start : model.stop], width=16, inner=8, start=start, stop=stop
+        )
+        return split(model, blocks=2)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc2(self.fc1(self.emb(x))[..., self.start : self.stop])
-
-    sch = split(Cut(), blocks=2)
-    sch.set("start", whole=8).set("stop", whole=16)
-    check(sch, X)
+    check(cut(8, 16).set("start", whole=8).set("stop", whole=16), X)
     if ranks == 2:
-        model = Cut()
-        model.start, model.stop = 4, 12
-        assert "in one process" in str(refused(split(model, blocks=2)))
+        assert "in one process" in str(refused(cut(4, 12)))
 
 
 ROUNDED: list[Callable[[Tensor], Tensor]] = [
