@@ -199,9 +199,9 @@ def ranks(size: int = 2, rank: int = 1) -> Any:
 X = torch.ones(3, 5, 4, requires_grad=True)
 
 
-def sharded(inside: Callable[[Any], Any] = F.gelu, last: Any = None) -> Schedule:
+def sharded(inside: Callable[[Any], Any] = F.gelu, last: Any = None, group: Any = None) -> Schedule:
     """Two sharded layers around a function, on two ranks; `last` is there instead of a sync."""
-    group = dist.group.WORLD if dist.is_initialized() else ranks()
+    group = group or (dist.group.WORLD if dist.is_initialized() else ranks())
     ends = nn.Linear(4, 8), nn.Linear(8, 4, bias=last is None)
     model = nn.Sequential(nn.LayerNorm(4), ends[0], models.Computes(inside), ends[1])
     sch = slapo.create_schedule(model, group=group)

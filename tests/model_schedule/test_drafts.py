@@ -27,6 +27,7 @@ from slapo.model_schedule.splits import entries_of, words_of
 from slapo.verify.numeric.harness import gathered_gradients
 from slapo.verify.placement.offline import fake_world
 from tests.distributed import run_distributed
+from tests.graph.served import make
 from tests.model_schedule.draft_models import (
     OWN,
     STRANGERS,
@@ -417,16 +418,12 @@ class Windows(Own):
         return out.reshape(len(ids) // (196 // self.window // self.window), *out.shape[1:])
 
 
-class Queries(nn.Module):
+def queries() -> nn.Module:
     """A table that is added whole, beside one for tokens of the same number of rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.queries = Own(Gated), nn.Embedding(VOCABULARY, VOCABULARY)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.inner(ids) @ self.queries.weight
-        return out
+    table = nn.Embedding(VOCABULARY, VOCABULARY)
+    return make(
+        lambda self, ids: self.inner(ids) @ self.table.weight, inner=Own(Gated), table=table
+    )
 
 
 class Positions(nn.Embedding):
@@ -448,51 +445,42 @@ class TwoTables(Own):
         return super().forward(ids) + self.positions(ids.shape, given=given)
 
 
-class GroupedHeads(nn.Module):
+def grouped_heads(hidden: int) -> nn.Module:
     """A convolution whose groups are the heads of queries and of keys, as in Zaya."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.q, self.k = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden // 2)
-        self.mix = nn.Conv1d(3 * hidden // 2, 3 * hidden // 2, 3, padding=1, groups=6)
-        self.down = nn.Linear(3 * hidden // 2, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        both = torch.cat([self.q(x), self.k(x)], -1)
-        return self.down(self.mix(both.mT).mT)
+    both = 3 * hidden // 2
+    return make(
+        lambda self, x: self.down(self.mix(torch.cat([self.q(x), self.k(x)], -1).mT).mT),
+        q=nn.Linear(hidden, hidden),
+        k=nn.Linear(hidden, hidden // 2),
+        mix=nn.Conv1d(both, both, 3, padding=1, groups=6),
+        down=nn.Linear(both, hidden),
+    )
 
 
 @pytest.mark.parametrize(
-    "make",
+    "build",
     [
         Lossy,
         Windows,
-        Queries,
+        queries,
         functools.partial(TwoTables, True),
         functools.partial(TwoTables, False),
-        functools.partial(Own, GroupedHeads, Gated),
+        functools.partial(Own, grouped_heads, Gated),
     ],
 )
-def test_modules_that_others_have_too(make: Any) -> None:
-    drafted = slapo.draft(make(), {"ids": ids(3, 13)})
+def test_modules_that_others_have_too(build: Any) -> None:
+    drafted = slapo.draft(build(), {"ids": ids(3, 13)})
     assert drafted.verdict is None
     assert not drafted.given_up
     assert drafted.share > 0.4
 
 
 def test_a_classifier_outside_of_the_base_model_stays_whole() -> None:
-    class Classified(nn.Module):
-        base_model_prefix = "inner"
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(24, 48), nn.Linear(48, 24), nn.Linear(24, 48))
-            self.classifier = nn.Linear(48, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.classifier(self.inner(x).relu())
-
-    drafted = slapo.draft(Classified(), torch.randn(3, 24))
+    inner = nn.Sequential(nn.Linear(24, 48), nn.Linear(48, 24), nn.Linear(24, 48))
+    forward = lambda self, x: self.classifier(self.inner(x).relu())  # noqa: E731
+    model: Any = make(forward, inner=inner, classifier=nn.Linear(48, 2))
+    model.base_model_prefix = "inner"
+    drafted = slapo.draft(model, torch.randn(3, 24))
     assert drafted.verdict is None
     assert [why.partition(":")[0] for why in drafted.given_up] == ["classifier.weight"]
     assert drafted.share > 0.4
@@ -553,35 +541,33 @@ def test_the_proof_runs_one_layer_of_each_kind(
     assert drafted.share > 0.95
 
 
-class Stuck(nn.Module):
+def stuck() -> nn.Module:
     """Layers that cannot be sharded."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(SizesOfInputs() for _ in range(2))
-        self.norm = nn.LayerNorm(24)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Any:
         for layer in self.layers:
             x = x + layer(x)
         return self.norm(x)
+
+    layers = nn.ModuleList(SizesOfInputs() for _ in range(2))
+    return make(forward, layers=layers, norm=nn.LayerNorm(24))
 
 
 def test_a_model_of_which_nothing_is_sharded_is_refused_over_ranks() -> None:
     """Else each rank would do the work of one process, and no message would say so."""
     x = torch.randn(3, 7, 24)
-    words = r"no parameter of Stuck can be sharded, .*left whole: layers.*use tp=1"
+    words = r"no parameter of Made can be sharded, .*left whole: layers.*use tp=1"
     with fake_world(2), pytest.raises(slapo.SlapoError, match=words):
-        apply_schedule(Stuck(), "auto", example_inputs={"x": x}, group=dist.group.WORLD)
+        apply_schedule(stuck(), "auto", example_inputs={"x": x}, group=dist.group.WORLD)
 
 
 def test_tokens_stay_whole_where_no_layer_is_sharded() -> None:
     """Attention over this rank's tokens alone would raise no error."""
-    drafted = slapo.draft(Stuck(), torch.randn(3, 7, 24))
+    drafted = slapo.draft(stuck(), torch.randn(3, 7, 24))
     assert drafted.verdict is None
     assert not drafted.recipe.splits
     with fake_world(2), pytest.raises(ValueError, match="the draft shards no layer"):
-        apply_schedule(Stuck(), drafted.recipe, sequence_parallel=True, group=dist.group.WORLD)
+        apply_schedule(stuck(), drafted.recipe, sequence_parallel=True, group=dist.group.WORLD)
 
 
 def test_sizes_that_are_equal() -> None:
@@ -598,13 +584,9 @@ def test_ranks_that_do_not_divide() -> None:
 
 
 def test_an_operation_of_ones_own() -> None:
-    class Odd(nn.Module):
-        def __init__(self, hidden: int) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(hidden, 64), nn.Linear(64, hidden)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.down(torch.ops.slapo_tests.odd(self.up(x)))
+    def odd_pair(hidden: int) -> nn.Module:
+        layers = {"up": nn.Linear(hidden, 64), "down": nn.Linear(64, hidden)}
+        return make(lambda self, x: self.down(torch.ops.slapo_tests.odd(self.up(x))), **layers)
 
     @torch.library.custom_op("slapo_tests::odd", mutates_args=())
     def odd(x: torch.Tensor) -> torch.Tensor:
@@ -612,11 +594,11 @@ def test_an_operation_of_ones_own() -> None:
 
     odd.register_fake(torch.empty_like)
     odd.register_autograd(lambda ctx, grad: grad * 3)
-    drafted = slapo.draft(own(Odd), ids())
+    drafted = slapo.draft(own(odd_pair), ids())
     assert "no axis rule for slapo_tests::odd" in drafted.left_whole["blocks.0.up.weight"][0]
     slapo.register_axis_rule("slapo_tests::odd", lambda call: [call.axes[0]])
     slapo.register_place_rule("slapo_tests::odd", lambda call: call.places[0])
-    drafted = slapo.draft(own(Odd), ids())
+    drafted = slapo.draft(own(odd_pair), ids())
     assert drafted.recipe.splits["blocks.*.up"] == "columns"
     assert drafted.verdict is None
 

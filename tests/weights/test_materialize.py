@@ -277,14 +277,9 @@ def test_a_mask_that_nothing_writes_is_an_error() -> None:
 
 
 def test_a_model_within_a_module_of_the_users_is_initialized_as_it_says() -> None:
-    class Mine(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lm = zoo.FAMILIES["bert"].build()
-            self.head = nn.Linear(32, 2)
-
     with slapo.init_empty_weights():
-        model = Mine()
+        parts = {"lm": zoo.FAMILIES["bert"].build(), "head": nn.Linear(32, 2)}
+    model: Any = nn.ModuleDict(parts)
     slapo.build(slapo.create_schedule(model))
     layer = model.lm.bert.encoder.layer[0].attention.self.query
     assert torch.equal(layer.bias, torch.zeros_like(layer.bias))
