@@ -146,7 +146,7 @@ def test_outcomes_are_kept_with_their_logs(tune: Run) -> None:
     assert found[1].seconds >= 0.7
     assert found[2].reason == "exit status 1: KeyError: 'lost'"
     assert "KeyError: 'lost'" in Path(found[2].log).read_text()
-    assert "3 trials of 3 points: 1 ok, 1 " in out
+    assert "3 trials of 3 points: 1 " in out
 
 
 def test_a_script_without_a_result(tune: Run) -> None:

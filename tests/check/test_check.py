@@ -226,6 +226,12 @@ def test_layers_of_one_input_are_summed_where_it_enters(two_ranks: None) -> None
     check(sch, X)
 
 
+def test_a_config_of_any_class(two_ranks: None) -> None:
+    model: Any = Block()
+    model.config = types.SimpleNamespace(hidden=HIDDEN)
+    check(split(slapo.create_schedule(model)), X)
+
+
 # --- what models and hooks do by themselves ------------------------------------------------------
 def reduced_by(hook: Callable[[Tensor], Any]) -> slapo.Schedule:
     sch = slapo.create_schedule(Block())

@@ -240,6 +240,11 @@ def random_mask(h: Tensor) -> Tensor:
         return h * (torch.rand(h.shape) > 0.5)
 
 
+def random_coins(h: Tensor) -> Tensor:
+    with slapo.get_rng_tracker().fork():
+        return h * torch.bernoulli(torch.full(h.shape, 0.5))
+
+
 def random_channels(h: Tensor) -> Tensor:
     with slapo.get_rng_tracker().fork():
         return F.dropout2d(h.transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2)
@@ -258,7 +263,12 @@ SLICE_BY_SLICE: list[Callable[[Tensor], Tensor]] = [
     masked_tokens,
     matrices_of_heads,
     random_mask,
+    random_coins,
     random_channels,
+    lambda h: F.prelu(h, torch.tensor([0.3])),
+    lambda h: h.cummax(1).values,
+    lambda h: h * torch.std_mean(h, 1, keepdim=True)[0],
+    lambda h: h.index_fill(1, torch.tensor([1]), 0.0),
     lambda h: h.roll(1, 1),
     lambda h: h.unfold(1, 2, 1).sum(-1).repeat(1, 2, 1)[:, : h.shape[1]],
     lambda h: torch.fft.irfft(torch.fft.rfft(h, dim=1) * 2, n=h.shape[1], dim=1),
@@ -773,25 +783,6 @@ def test_a_cast_around_a_sum_over_several_ranks(ranks: int) -> None:
     sch = split(Base(), reduces=False)
     sch["fc2"].sync("fwd_post", summed)
     check(sch, X)
-
-
-RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
-    "coins by full": lambda h: h * _bernoulli(torch.full(h.shape, 0.5)),
-    "prelu": lambda h: F.prelu(h, torch.tensor([0.3])),
-    "cummax": lambda h: h.cummax(1).values,
-    "std_mean": lambda h: h * torch.std_mean(h, 1, keepdim=True)[0],
-    "index_fill": lambda h: h.index_fill(1, torch.tensor([1]), 0.0),
-}
-
-
-def _bernoulli(odds: Tensor) -> Tensor:
-    with slapo.get_rng_tracker().fork():
-        return torch.bernoulli(odds)
-
-
-@pytest.mark.parametrize("name", RIGHT)
-def test_what_is_right(ranks: int, name: str) -> None:
-    check(split(Base(RIGHT[name])), X)
 
 
 def test_halves_of_a_packed_tensor(ranks: int) -> None:

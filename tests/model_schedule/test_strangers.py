@@ -377,12 +377,3 @@ def test_adapters_without_matrices_around_slices_are_refused() -> None:
     config = peft.IA3Config(target_modules=["0"], feedforward_modules=[])
     with fake_world(2), pytest.raises(ValueError, match="has adapters of Linear that are not two"):
         peft.get_peft_model(pair_by_hand(Pair()).mod, config)
-
-
-def test_wrapped_by_adapters() -> None:
-    model = adapted(MODELS["llama"].build(), "q_proj")
-    with pytest.raises(
-        ValueError, match=r"with the children \['base_model'\], is a wrapper around"
-    ):
-        apply_schedule(model, "llama")
-    assert copy.deepcopy(model)(**tokens(2, 5)).loss.isfinite()
