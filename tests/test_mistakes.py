@@ -98,6 +98,7 @@ def stable(text: str) -> str:
     text = re.sub(r"0x[0-9a-f]{6,}", "0x...", text)
     text = re.sub(r"\S*/(\w+\.(?:py|txt)):\d+", r"\1", text)
     text = re.sub(r"\S*/(\w+\.json)", r"\1", text)
+    text = text.replace(str(Path.cwd()), "here")
     text = re.sub(rf"{tempfile.gettempdir()}/\w+/", "", text)
     return re.sub(
         r"by \S+( after .*)? where \S+ is allowed", r"by ...\1 where ... is allowed", text

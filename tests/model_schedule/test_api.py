@@ -228,7 +228,7 @@ def test_heads_of_a_table_without_counts() -> None:
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out
-    assert all(f"{key} " in listed for key in recipe_keys())
+    assert all(f"{key} " in listed for key in [*recipe_keys(), "auto", "draft"])
     assert main(["recipes", "t5"]) == 0
     shown = capsys.readouterr().out
     assert "read=key_value_states" in shown
@@ -236,8 +236,9 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert str(recipe_of("t5", transformers.T5Config())) in shown
     assert main(["recipes", "wideresnet"]) == 0
     assert "refuses sequence_parallel" in capsys.readouterr().out
-    assert main(["recipes", "auto"]) == 0
-    assert "recipe of its family, or else a draft" in capsys.readouterr().out
+    for key, says in [("auto", "recipe of its family, or else"), ("draft", "``ckpt_ratio``")]:
+        assert main(["recipes", key]) == 0
+        assert says in capsys.readouterr().out
 
 
 def test_command_without_transformers(

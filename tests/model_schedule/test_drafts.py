@@ -6,7 +6,6 @@ import functools
 import logging
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -683,21 +682,6 @@ def test_the_command_on_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
     STRANGERS["stablelm"].build(num_hidden_layers=6).config.save_pretrained(tmp_path)
     assert main(["draft", str(tmp_path)]) == 0
     assert '"layers.*.mlp.down_proj": "rows"' in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("key", ["auto", "draft"])
-def test_keys_for_any_model_are_listed(key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipes"]) == 0
-    assert f"\n{key} " in capsys.readouterr().out
-    assert main(["recipes", key]) == 0
-    assert "``ckpt_ratio``" in capsys.readouterr().out
-
-
-def test_recipes_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    drafted = slapo.draft(Own(Gated), ids())
-    text = str(drafted.recipe)
-    assert "  blocks.*.down: rows" in text
-    assert isinstance(drafted.left_whole, Mapping)
 
 
 def edited(rank: int, world_size: int, page: str) -> None:

@@ -134,14 +134,11 @@ def test_false_leaves_them_on_meta() -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
-def test_calls_before_the_build_are_refused_and_leave_nothing_behind() -> None:
+def test_calls_before_the_build_leave_nothing_behind() -> None:
+    """``tests/golden/mistakes/init_empty_weights.txt`` has those that are refused."""
     with slapo.init_empty_weights():
         sch = slapo.create_schedule(Stack())
     x = torch.ones(2, 4)
-    with pytest.raises(
-        slapo.SlapoError, match=r"called before initialization.*slapo\.build\(sch\)"
-    ):
-        sch.mod(x)
     assert sch.mod(x.to("meta")).is_meta  # who asks for shapes gets them
     copied = copy.deepcopy(sch.mod)
     copied.load_state_dict(Stack().state_dict(), assign=True)
