@@ -363,6 +363,8 @@ def test_databases(tmp_path: Path) -> None:
     assert database.best.result == 100.0
     assert database.get({"b": 1, "a": 1.0}).outcome == "crash"  # type: ignore[union-attr]
     assert database.get({"a": 2, "b": 1}) is None
+    with pytest.raises(ValueError, match="cannot be compared"):
+        database.commit({"a": 1}, 10**400)
     run = Runs()
     found = tune(grid, run=run, db=tmp_path / "db", trials=12)
     assert len(run.points) == 10

@@ -209,6 +209,7 @@ def test_the_message(two_ranks: None) -> None:
     assert 'add sch["1.fc2"].sync("fwd_post", "all_reduce")' in text
     assert "test_check.py:" in text
     assert (error.path, error.suspect) == ("1", "1.fc2")
+    assert nn.Module.__call__.__qualname__.startswith("Module.")
     error.remedy.apply(sch)  # type: ignore[attr-defined]
     check(sch, X)
 
