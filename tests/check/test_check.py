@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
 from torch.utils.checkpoint import checkpoint
 
 import slapo
@@ -246,6 +247,13 @@ def all_reduced(tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
     total = tensor.clone()
     dist.all_reduce(total, op)
     return total
+
+
+def test_gathers_of_torch_in_a_hook(two_ranks: None) -> None:
+    """Their name is another one in a later torch."""
+    gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+    error = refused(reduced_by(lambda out: gather(out, 0, dist.group.WORLD)[:3]))
+    assert "slapo.sharding" in str(error)
 
 
 # torch warns of what has no gradient, as it would in training.
