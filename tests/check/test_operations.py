@@ -265,7 +265,7 @@ SLICE_BY_SLICE: list[Callable[[Tensor], Tensor]] = [
     random_mask,
     random_coins,
     random_channels,
-    lambda h: F.prelu(h, torch.tensor([0.3])),
+    lambda h: F.prelu(h, h.new_tensor([0.3])),
     lambda h: h.cummax(1).values,
     lambda h: h * torch.std_mean(h, 1, keepdim=True)[0],
     lambda h: h.index_fill(1, torch.tensor([1]), 0.0),
