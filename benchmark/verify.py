@@ -98,9 +98,9 @@ def measure_right(quick: bool, say: Progress) -> list[dict[str, Any]]:
 
 def measure_left_out(quick: bool, say: Progress) -> list[dict[str, Any]]:
     """A row for each line of the right schedules that is left out, on two ranks."""
+    from benchmark.verify_left_out import all_outcomes
     from tests.distributed import run_distributed
     from tests.sharding.families import FAMILIES
-    from tests.verify.left_out import all_outcomes
 
     rows: list[dict[str, Any]] = []
     for family in list(FAMILIES)[:1] if quick else FAMILIES:

@@ -2,15 +2,16 @@
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import slapo
 import slapo.random as slapo_random
 from slapo.errors import SlapoError
 from slapo.random import RNGTracker, get_rng_tracker, set_random_seed
+from tests.check.verdicts import fake_world
 
 
 @pytest.fixture(autouse=True)
@@ -203,29 +204,11 @@ def test_the_accelerator_has_a_state_of_its_own() -> None:
     assert not torch.equal(inside, outside)
 
 
-class _Mesh:
-    """Of 24 replicas, as one rank sees it."""
-
-    def __init__(self, pp: int, dp: int, tp: int) -> None:
-        self.place = {"pp": pp, "dp": dp, "tp": tp}
-        self.mesh_dim_names = ("pp", "dp", "tp")
-
-    def get_local_rank(self, dim: str) -> int:
-        return self.place[dim]
-
-    def __getitem__(self, dim: str) -> Any:
-        return self
-
-    def size(self) -> int:
-        return 24
-
-
 def test_seeds_of_a_mesh_never_meet() -> None:
     """From ten replicas on, the published distances make two ranks draw alike."""
-
     seeds = set()
-    for pp in range(3):
-        for dp in range(24):
-            set_random_seed(5, mesh=_Mesh(pp, dp, 0))  # type: ignore[arg-type]
-            seeds.add(torch.initial_seed())
+    for rank in range(72):
+        with fake_world(72, rank):
+            set_random_seed(5, mesh=slapo.init_mesh(pp=3, dp=24, device="cpu"))
+        seeds.add(torch.initial_seed())
     assert len(seeds) == 72

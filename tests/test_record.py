@@ -28,8 +28,10 @@ from slapo.primitives import base
 from slapo.primitives.base import is_builtin
 from slapo.record import keep
 from slapo.utils.common import get_hooks
+from tests.graph.served import make
 from tests.mistakes import saved
-from tests.primitives.models import Attention, Block, Stack
+from tests.primitives.models import Block, Stack
+from tests.sharding.packed import MLP, Packed
 
 
 # --- what schedules name --------------------------------------------------------------------------
@@ -75,9 +77,8 @@ class Heads(nn.Module):
         return x if self.inner is None else self.inner(x)
 
 
-class Subtracts(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return torch.sin(x) - torch.cos(y) + torch.sin(y)
+def subtracts() -> nn.Module:
+    return make(lambda self, x, y: torch.sin(x) - torch.cos(y) + torch.sin(y))
 
 
 class ScalePrimitive(slapo.Primitive):
@@ -120,7 +121,7 @@ def made(cls: type[nn.Module]) -> nn.Module:
     return cls(size=8).eval()
 
 
-stack, block, attention = (functools.partial(made, cls) for cls in (Stack, Block, Attention))
+stack, block = (functools.partial(made, cls) for cls in (Stack, Block))
 
 
 def annotate(sch: Schedule) -> None:
@@ -335,7 +336,7 @@ def test_bindings_by_name(tmp_path: Path) -> None:
     def schedule(sch: Schedule) -> None:
         sch.replace(subtracted, sch.find(difference), concrete_args={"scale": -1.0})
 
-    again = check_round_trip(Subtracts, schedule, tmp_path / "record.json")
+    again = check_round_trip(subtracts, schedule, tmp_path / "record.json")
     x, y = torch.randn(2, 3), torch.randn(2, 3)
     torch.testing.assert_close(again.mod(x, y), x - y + torch.sin(y))
 
@@ -348,33 +349,21 @@ def test_matches_side_by_side(tmp_path: Path) -> None:
     """Several subgraphs at once, and weights that come from those of the modules replaced."""
 
     def schedule(sch: Schedule) -> None:
-        sch.replace(FusedThree(8), sch.find(any_projection))
+        sch.trace()
+        sch.replace(Packed(), sch.find(gate_or_up))
 
-    again = check_round_trip(attention, schedule, tmp_path / "record.json")
-    x = torch.randn(2, 5, 8)
-    torch.testing.assert_close(again.mod(x), attention()(x))
-
-
-def any_projection(x: Any) -> Any:
-    return slapo.call_module("q|k|v", x)
+    again = check_round_trip(gated, schedule, tmp_path / "record.json")
+    x = torch.randn(2, 5, 16)
+    torch.testing.assert_close(again.mod(x), gated()(x))
 
 
-class FusedThree(nn.Module):
-    """Three projections of one input, whose values are those of the modules it replaces."""
+def gated() -> nn.Module:
+    torch.manual_seed(1)
+    return MLP()
 
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size = size
-        self.weight = nn.Parameter(torch.empty(3 * size, size))
-        self.bias = nn.Parameter(torch.empty(3 * size))
 
-    def weight_sources(self) -> dict[str, Any]:
-        from slapo.weights.provenance import Source
-
-        return {name: Source(tuple(f"{k}.{name}" for k in range(3))) for name in ("weight", "bias")}
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return F.linear(x, self.weight, self.bias).chunk(3, -1)
+def gate_or_up(x: Any) -> Any:
+    return slapo.call_module("gate|up", x)
 
 
 @pytest.mark.usefixtures("registered")
@@ -569,16 +558,13 @@ def scaled_tanh(x: Tensor, scale: float) -> Tensor:
 
 
 def test_a_graph_with_other_edges() -> None:
-    sch = slapo.create_schedule(Subtracts())
+    sch = slapo.create_schedule(subtracts())
     sch.replace(torch.sub, sch.find(difference))
-    again = slapo.replay(SubtractsOthers(), sch.record)
+    again = slapo.replay(
+        make(lambda self, x, y: torch.sin(y) - torch.cos(x) + torch.sin(y)), sch.record
+    )
     x, y = torch.ones(2), torch.zeros(2)
     torch.testing.assert_close(again.mod(x, y), y - x + torch.sin(y))
-
-
-class SubtractsOthers(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return torch.sin(y) - torch.cos(x) + torch.sin(y)
 
 
 def test_constants_of_the_other_model_are_taken() -> None:

@@ -104,24 +104,3 @@ def test_the_program_is_printed(here: Path, capsys: pytest.CaptureFixture[str]) 
     assert "$" not in program
     assert 'FOLDER, DATA = "model", "text.txt"' in program
     assert not (here / "tuned-run").exists()
-
-
-def test_mistakes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
-    bert = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
-    bert.save_pretrained(here / "bert")
-    transformers.T5Config(d_model=32, d_ff=64).save_pretrained(here / "t5")
-    for wrong, says in [
-        (["train", "none", "--data", "text.txt"], "not a folder with a config.json"),
-        ([*ASK, "--data", "none.txt"], "--data none.txt is not a file"),
-        (["train", "bert", "--data", "text.txt"], "bert holds a BertForMaskedLM, but slapo train"),
-        (["train", "t5", "--data", "text.txt"], "t5 holds a t5, but slapo train takes causal"),
-        ([*ASK, "--data", "text.txt", "--seq", "65"], "pass 2 or more, and at most 64"),
-        ([*ASK, "--data", "text.txt", "--seq", "1"], "--seq is 1; pass 2 or more"),
-        ([*ASK, "--data", "text.txt", "--out", "text.txt"], "--out text.txt is a file"),
-        ([*ASK, "--data", "text.txt", "--steps", "0"], "--steps is 0"),
-        ([*ASK, "--data", "text.txt", "--gpus", "-1"], "--gpus is -1"),
-        ([*ASK, "--data", "text.txt", "--tp", "3"], "with --tp 3; see slapo suggest"),
-    ]:
-        assert main(wrong) in (1, 2)
-        assert says in capsys.readouterr().err

@@ -220,17 +220,3 @@ def test_without_tqdm_nothing_is_printed(
     printed = capsys.readouterr()
     assert not printed.out
     assert "%" not in printed.err
-
-
-# --- mistakes ------------------------------------------------------------------------------------
-def test_mistakes() -> None:
-    with pytest.raises(ValueError, match="steps is 0; pass a positive integer"):
-        slapo.fit(engine(), batches(), steps=0)
-    with pytest.raises(ValueError, match="save_every is True"):
-        slapo.fit(engine(), batches(), steps=1, save_every=True)
-    with pytest.raises(ValueError, match="data ended after 4 steps"):
-        slapo.fit(engine(), iter(batches()), steps=5)
-    with pytest.raises(ValueError, match="data ended after 0 steps"):
-        slapo.fit(engine(), [], steps=5)
-    with pytest.raises(ValueError, match="eval_data is empty"):
-        slapo.fit(engine(), batches(), steps=1, eval_data=[])

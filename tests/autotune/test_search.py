@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -343,42 +342,6 @@ def test_trials_of_other_points_do_not_count(tmp_path: Path) -> None:
     assert {trial.source for trial in found.trials}.isdisjoint({"retry", "import"})
 
 
-def first_command(point: dict[str, Any]) -> list[str]:
-    return ["echo", '{"throughput": 1}']
-
-
-def other_command(point: dict[str, Any]) -> list[str]:
-    return ["echo", '{"throughput": 2}']
-
-
-def test_a_database_of_another_search(tmp_path: Path) -> None:
-    db = tmp_path / "db"
-    for trials in (1, 2):
-        tune(grid, first_command, db=db, trials=trials)
-    for space, command, metric, message in [
-        (sizes, first_command, "throughput", r"space: a of \[1, .* there, bs of \[1, 2"),
-        (grid, first_command, "speed", "metric: throughput there, speed here; name another"),
-        (grid, ["echo"], "throughput", r"command: the function .* there, echo here"),
-        (
-            grid,
-            other_command,
-            "throughput",
-            r"command: the function .* there, the function .* here",
-        ),
-    ]:
-        with pytest.raises(TuneError, match=f"holds a search with another {message}"):
-            tune(space, command, db=db, metric=metric)
-
-
-def test_equal_answers_that_make_another_point(tmp_path: Path) -> None:
-    def space_of(gpus: int) -> Callable[[Choices], dict[str, Any]]:
-        return lambda choose: {"tp": choose("tp", [1, 2]), "dp": gpus}
-
-    tune(space_of(8), run=lambda point: 1.0, db=tmp_path / "db", trials=1)
-    with pytest.raises(TuneError, match=r"another space: .* ran .*'dp': 8.* is now .*'dp': 16"):
-        tune(space_of(16), run=lambda point: 1.0, db=tmp_path / "db")
-
-
 def test_two_searches_do_not_share_a_database(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "db")
 
@@ -400,11 +363,8 @@ def test_databases(tmp_path: Path) -> None:
     assert database.best.result == 100.0
     assert database.get({"b": 1, "a": 1.0}).outcome == "crash"  # type: ignore[union-attr]
     assert database.get({"a": 2, "b": 1}) is None
-    with pytest.raises(ValueError, match="give a result, or one of"):
-        database.commit({"a": 1}, 1, outcome="crash")
-    for number in (float("inf"), float("nan"), 10**400, "fast"):
-        with pytest.raises(ValueError, match="cannot be compared"):
-            database.commit({"a": 1}, number)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cannot be compared"):
+        database.commit({"a": 1}, 10**400)
     run = Runs()
     found = tune(grid, run=run, db=tmp_path / "db", trials=12)
     assert len(run.points) == 10
@@ -414,20 +374,10 @@ def test_databases(tmp_path: Path) -> None:
     assert run.points[10:] == [point_key({"a": 1, "b": 1})]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("text", "text cannot be used as a database: .*; name a new file"),
-        ("broken", "broken cannot be used as a database"),
-        ("", "cannot be used as a database: .*unable to open"),
-        ("no/where/db", "cannot be written: No such .*; name a file in a writable folder"),
-    ],
-)
-def test_files_that_are_no_database(tmp_path: Path, name: str, message: str) -> None:
-    (tmp_path / "text").write_text("hello")
+def test_a_file_that_is_a_broken_database(tmp_path: Path) -> None:
     (tmp_path / "broken").write_bytes(b"SQLite format 3\0" + b"\1" * 4096)
-    with pytest.raises(TuneError, match=message):
-        tune(grid, run=lambda point: 1.0, db=tmp_path / name)
+    with pytest.raises(TuneError, match="broken cannot be used as a database"):
+        tune(grid, run=lambda point: 1.0, db=tmp_path / "broken")
 
 
 @pytest.mark.parametrize("name", ["r?a/t.db", "a {b} %41#.db"])
@@ -451,17 +401,9 @@ def test_without_optuna(monkeypatch: pytest.MonkeyPatch) -> None:
         tune(grid, run=lambda point: 1.0)
 
 
-def test_names_of_the_library() -> None:
-    import slapo
+def test_the_module_that_python_runs_hides_no_function() -> None:
     import slapo.autotune.tune as module
 
-    assert slapo.Database is Database
-    assert slapo.autotune.Space is slapo.Space
-    assert slapo.Symbol is slapo.autotune.Symbol
-    assert {"autotune", "Symbol", "Space", "Database"} <= {*dir(slapo)}
-    with pytest.raises(AttributeError, match="has no attribute 'nope'"):
-        _ = slapo.nope
-    # Importing the module that `python -m` runs hides no function.
     assert module(grid, run=lambda point: 1.0, trials=1).best.result == 1.0
 
 
@@ -490,8 +432,6 @@ def test_placeholders_that_points_lack() -> None:
     text = '{"throughput": 1, "got": "{micro-batch}"}'
     found = tune(space, ["echo", text], trials=2)
     assert {trial.figures["got"] for trial in found.trials} == {"1", "2"}
-    with pytest.raises(TuneError, match=r"\{sched\}: the point \{'micro-batch': 1\} lacks it"):
-        tune(space, ["echo", "{sched}"], trials=2)
 
 
 def test_a_search_that_has_results_goes_on_without(tmp_path: Path) -> None:

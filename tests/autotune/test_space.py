@@ -88,18 +88,6 @@ def test_equal_points_have_equal_keys() -> None:
     assert point_key({"a": 1}) != point_key({"a": "1"})
 
 
-@pytest.mark.parametrize(
-    ("space", "message"),
-    [
-        (lambda choose: {"a": choose("a", [object()])}, "not JSON serializable, after it chose"),
-        (lambda choose: {"a": choose("a", (object(), 1))}, "not JSON serializable"),
-    ],
-)
-def test_mistakes_in_spaces(space: Any, message: str) -> None:
-    with pytest.raises(TuneError, match=message):
-        survey(space)
-
-
 def test_symbols() -> None:
     symbol = Symbol("batch_size", range(4, 12, 4))
     assert (symbol.val, symbol.vals, symbol.is_fixed()) == (4, [4, 8], False)
@@ -132,14 +120,6 @@ def test_the_published_form_is_made_again_until_all_is_fixed() -> None:
     space = space_of_symbols(1.0, lambda args: (4, 9, 4), update_space)
     found = [tuple(point.values.values()) for point in survey(space).points]
     assert found == [(4, 0.0), (8, 0.5), (8, 1.0, False), (8, 1.0, True)]
-
-
-@pytest.mark.parametrize("found", [(4, 2, 1), (0, 4, 1), (4, 8, 0), (4, 8), None, ("a", "b", "c")])
-def test_ranges_of_batch_sizes_that_are_none(found: Any) -> None:
-    with pytest.raises(TuneError, match=r"get_bs_range returned .* return .*smallest"):
-        space_of_symbols(None, lambda args: found)
-    with pytest.raises(TuneError, match=r"get_bs_range\(args\) failed with KeyError: 'lost'"):
-        space_of_symbols({}, lambda args: args["lost"])
 
 
 def test_candidates_that_can_be_read_once() -> None:

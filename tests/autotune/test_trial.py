@@ -19,7 +19,7 @@ import torch
 
 import slapo
 from slapo.autotune import report_result, trial, trial_values, tune
-from slapo.autotune.space import Refused, TuneError
+from slapo.autotune.space import Refused
 from slapo.autotune.trial import Launcher, Trial, run_command, run_function
 from slapo.autotune.values import kind_of, report_failure
 
@@ -335,19 +335,3 @@ def test_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         env=dict(os.environ),
     )
     assert json.loads(printed.stdout) == values
-
-
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ([], "there is no script to run"),
-        (["nope.py"], "there is no script 'nope.py' in "),
-        (["no-such-program"], "no executable of that name"),
-        (["/etc/passwd"], "there is no script '/etc/passwd' in "),
-    ],
-)
-def test_commands_that_cannot_be(command: Any, message: str) -> None:
-    with pytest.raises(TuneError, match=message):
-        launcher = Launcher(command)
-        launcher.check([{"tp": 1, "pp": 2}])
-        launcher({})

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
 from torch.utils.checkpoint import checkpoint
 
 import slapo
@@ -123,19 +124,13 @@ def test_autocast(two_ranks: None) -> None:
 
 
 def test_a_model_without_memory(two_ranks: None) -> None:
-    with slapo.init_empty_weights():
-        model = Block()
-    sch = split(slapo.create_schedule(model))
+    sch = split(slapo.create_schedule(Block().to("meta")))
     check(sch, X)
     assert all(param.is_meta for param in sch.mod.parameters())
     sch = slapo.create_schedule(Block().to("meta"))
     sch["fc1"].shard("weight", axis=0).shard("bias", axis=0)
     sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     assert refused(sch).suspect == "fc1"
-
-
-def test_in_a_world_of_one() -> None:
-    check(split_block(), X)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "mixtral"])
@@ -180,6 +175,7 @@ def test_a_checkpoint_of_the_models_own(two_ranks: None, is_reentrant: bool) -> 
 
 # --- what is left alone --------------------------------------------------------------------------
 def test_nothing_is_changed(two_ranks: None) -> None:
+    """``tests/golden/mistakes/check.txt`` shows the same of refusals."""
     model = nn.Sequential(Block(), nn.BatchNorm1d(5), nn.Dropout(0.5)).eval()
     model[1].weight.grad = torch.ones(5)
     before = copy.deepcopy(model.state_dict())
@@ -201,18 +197,6 @@ def test_nothing_is_changed(two_ranks: None) -> None:
     assert nn.Module.__call__.__qualname__.startswith("Module.")
 
 
-def test_nothing_is_changed_by_a_refusal(two_ranks: None) -> None:
-    sch = slapo.create_schedule(Block())
-    sch["fc1"].shard("weight", axis=0).shard("bias", axis=0)
-    before = copy.deepcopy(sch.mod.state_dict())
-    refused(sch)
-    assert all(torch.equal(sch.mod.state_dict()[name], value) for name, value in before.items())
-    assert nn.Module.__call__.__qualname__.startswith("Module.")
-    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
-    sch["fc1"].sync("bwd_post", "all_reduce")
-    check(sch, X)
-
-
 # --- what it says --------------------------------------------------------------------------------
 def test_the_message(two_ranks: None) -> None:
     sch = slapo.create_schedule(nn.Sequential(Block(), Block()))
@@ -226,23 +210,15 @@ def test_the_message(two_ranks: None) -> None:
     assert 'add sch["1.fc2"].sync("fwd_post", "all_reduce")' in text
     assert "test_check.py:" in text
     assert (error.path, error.suspect) == ("1", "1.fc2")
+    assert nn.Module.__call__.__qualname__.startswith("Module.")
     error.remedy.apply(sch)  # type: ignore[attr-defined]
     check(sch, X)
 
 
-class Heads(nn.Module):
-    """Three layers of one input, and one of what they make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.q(x) * self.k(x) + self.v(x))
-
-
 def test_layers_of_one_input_are_summed_where_it_enters(two_ranks: None) -> None:
-    sch = slapo.create_schedule(nn.Sequential(nn.LayerNorm(HIDDEN), Heads()))
+    layers = {name: nn.Linear(HIDDEN, HIDDEN) for name in ("q", "k", "v", "out")}
+    heads = make(lambda self, x: self.out(self.q(x) * self.k(x) + self.v(x)), **layers)
+    sch = slapo.create_schedule(nn.Sequential(nn.LayerNorm(HIDDEN), heads))
     for name in ("q", "k", "v"):
         sch["1"][name].shard("weight", axis=0).shard("bias", axis=0)
     sch["1.out"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
@@ -256,95 +232,6 @@ def test_a_config_of_any_class(two_ranks: None) -> None:
     model: Any = Block()
     model.config = types.SimpleNamespace(hidden=HIDDEN)
     check(split(slapo.create_schedule(model)), X)
-
-
-def test_the_lines_of_the_suspect_come_first(two_ranks: None) -> None:
-    """A message shows some of the lines that were applied: among them those that matter."""
-    sch = slapo.create_schedule(nn.Sequential(nn.Sequential(*(Block() for _ in range(4)))))
-    for block in list(sch["0"].child.values())[:3]:
-        split(block)
-    last = sch["0.3"]
-    last["fc1"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
-    last["fc2"].shard("weight", axis=1)
-    error = refused(sch)
-    assert error.suspect == "0.3.fc2"
-    first = str(error).partition("primitives applied there:\n")[2].splitlines()[0]
-    assert first.strip().startswith('sch["0.3.fc2"].shard')
-
-
-def test_a_layer_that_was_left_whole(two_ranks: None) -> None:
-    sch = slapo.create_schedule(Block())
-    sch["fc1"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
-    error = refused(sch)
-    assert error.suspect == "fc2"
-    assert 'sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")' in str(error)
-    assert 'sch["fc1"].sync("fwd_post", "all_gather", axis=-1)' in str(error)
-
-
-def test_blocks_where_nothing_is_packed(two_ranks: None) -> None:
-    sch = slapo.create_schedule(Block())
-    sch["fc1"].shard("weight", axis=0, blocks=2).shard("bias", axis=0, blocks=2)
-    sch["fc1"].sync("bwd_post", "all_reduce")
-    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
-    error = refused(sch)
-    assert error.suspect == "fc1"
-    assert 'sch["fc1"] is sharded in 2 blocks: leave blocks= out' in str(error)
-
-
-def test_heads_that_were_not_divided(two_ranks: None) -> None:
-    sch = slapo.create_schedule(FAMILIES["gpt2"].build(0.0))
-    for layer in sch.select("transformer.h.*"):
-        attention = layer["attn"]
-        attention["c_attn"].shard("weight", axis=1, blocks=3).shard("bias", axis=0, blocks=3)
-        attention["c_proj"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
-        attention.sync("bwd_post", "all_reduce")
-    error = refused(sch, FAMILIES["gpt2"].inputs(3, 7))
-    assert error.path == "transformer.h.0.attn"
-    assert "split_size" in str(error)
-
-
-def test_a_number_that_a_model_has_in_its_code(two_ranks: None) -> None:
-    """CodeGen packs its heads in four groups, whatever the module's numbers are."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.CodeGenConfig(
-        vocab_size=51, n_embd=64, n_layer=2, n_head=8, rotary_dim=4, bos_token_id=0, eos_token_id=0
-    )
-    sch = slapo.create_schedule(transformers.CodeGenForCausalLM(config))
-    for layer in sch.select("transformer.h.*"):
-        attention = layer["attn"].sync("bwd_post", "all_reduce").fork_rng()
-        attention["qkv_proj"].shard("weight", axis=0)
-        attention["out_proj"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
-        attention.set("num_attention_heads", whole=8).set("embed_dim", whole=64)
-    tokens = torch.randint(51, (3, 7))
-    error = refused(sch, {"input_ids": tokens, "labels": tokens})
-    assert error.path == "transformer.h.0.attn"
-    assert "reshape gives (3, 7, 8, 24) over all ranks, and reshape gives (3, 7, 4, 48) in" in str(
-        error
-    )
-
-
-def test_outputs_that_are_not_whole(two_ranks: None) -> None:
-    sch = slapo.create_schedule(nn.Sequential(nn.Linear(HIDDEN, 8)))
-    sch["0"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
-    assert "the output, or the loss, is Shard(2)" in str(refused(sch))
-    check(sch, X, loss_fn=lambda y: reduce_from_group(y.sum()))
-    assert "is Partial()" in str(refused(sch, loss_fn=lambda y: y.sum()))
-
-
-def test_what_is_no_schedule_or_does_not_run(two_ranks: None) -> None:
-    with pytest.raises(TypeError, match="create_schedule"):
-        check(nn.Linear(2, 2), X)  # type: ignore[arg-type]
-    error = refused(split_block(), torch.ones(3, HIDDEN + 1))
-    assert "norm" in str(error)
-    with pytest.raises(slapo.SlapoError, match="missing"):
-        check(split_block(), {})
-
-
-def test_what_build_refuses_is_refused_first(two_ranks: None) -> None:
-    sch = slapo.create_schedule(Block())
-    sch["fc1"].shard("weight", axis=0)
-    with pytest.raises(slapo.SlapoError, match="its bias is whole"):
-        check(sch, X)
 
 
 # --- what models and hooks do by themselves ------------------------------------------------------
@@ -362,34 +249,23 @@ def all_reduced(tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
     return total
 
 
+def test_gathers_of_torch_in_a_hook(two_ranks: None) -> None:
+    """Their name is another one in a later torch."""
+    gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+    error = refused(reduced_by(lambda out: gather(out, 0, dist.group.WORLD)[:3]))
+    assert "slapo.sharding" in str(error)
+
+
 # torch warns of what has no gradient, as it would in training.
 @pytest.mark.filterwarnings("ignore:c10d..allreduce_:UserWarning")
 def test_collectives_of_torch_in_a_hook(two_ranks: None) -> None:
     check(reduced_by(all_reduced), X)
-    check(reduced_by(reduce_from_group), X)
-    error = refused(reduced_by(lambda out: all_reduced(all_reduced(out))))
-    assert error.path == "fc2"
-    assert "that is not a partial sum" in str(error)
-    error = refused(reduced_by(lambda out: all_reduced(out, dist.ReduceOp.MAX)))
-    assert "not a sum over the ranks" in str(error)
-
-
-@pytest.mark.filterwarnings("ignore:c10d..allreduce_:UserWarning")
-def test_collectives_of_torch_over_other_ranks() -> None:
-    from torch.distributed import _functional_collectives as functional
-
-    with fake_world(4, 3):
-        pair = dist.new_group([2, 3], use_local_synchronization=True)
-
-        def by_group(out: Tensor) -> Tensor:
-            dist.all_reduce(out, group=pair)
-            return out
-
-        for hook in (by_group, lambda out: functional.all_reduce(out, "sum", pair)):
-            error = refused(reduced_by(hook))
-            assert "it runs over ranks [2, 3], but the group of the schedule is [0, 1, 2" in str(
-                error
-            )
+    assert "that is not a partial sum" in str(
+        refused(reduced_by(lambda out: all_reduced(all_reduced(out))))
+    )
+    assert "not a sum over the ranks" in str(
+        refused(reduced_by(lambda out: all_reduced(out, dist.ReduceOp.MAX)))
+    )
 
 
 def test_a_share_of_a_bias_is_one_over_the_ranks_of_the_schedule() -> None:
@@ -400,23 +276,6 @@ def test_a_share_of_a_bias_is_one_over_the_ranks_of_the_schedule() -> None:
         sch["fc2"].fork_rng()  # so that the sum is formed around the layer
         sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
         check(sch, X)
-
-
-def test_functional_collectives_in_a_hook(two_ranks: None) -> None:
-    from torch.distributed import _functional_collectives as functional
-
-    def total(out: Tensor) -> Tensor:
-        return functional.all_reduce(out, "sum", dist.group.WORLD)
-
-    # Its gradient is summed again, of what is whole.
-    assert "backward pass of 'fc2'" in str(refused(reduced_by(total)))
-
-    gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-
-    def gathered(out: Tensor) -> Tensor:
-        return gather(out, 0, dist.group.WORLD)[:3]
-
-    assert "slapo.sharding" in str(refused(reduced_by(gathered)))
 
 
 def spread_table(start: int, mask: Callable[[Tensor, int, int], Tensor]) -> slapo.Schedule:
@@ -450,18 +309,12 @@ def test_tokens_masked_by_hand(two_ranks: None) -> None:
 
 
 def test_tokens_of_an_uneven_table_masked_by_hand(two_ranks: None) -> None:
-    for total, message in ((97, ""), (None, "slapo.sharding.masked(..., total=97)")):
-        sch = slapo.create_schedule(wide_table())
-        sch["table"].shard("weight", 0, uneven=True)
-
-        def mask(module: Any, args: Any, total: int | None = total) -> Any:
-            return (masked(args[0], 49, 48, total),)
-
-        sch["table"].sync("fwd_pre", mask).sync("fwd_post", "all_reduce")
-        if message:
-            assert message in str(refused(sch, TOKENS))
-        else:
-            check(sch, TOKENS)
+    """Among the right schedules is one that tells the total."""
+    sch = slapo.create_schedule(wide_table())
+    sch["table"].shard("weight", 0, uneven=True)
+    sch["table"].sync("fwd_pre", lambda module, args: (masked(args[0], 49, 48),))
+    sch["table"].sync("fwd_post", "all_reduce")
+    assert "slapo.sharding.masked(..., total=97)" in str(refused(sch, TOKENS))
 
 
 def wide_table() -> nn.Module:
@@ -511,30 +364,8 @@ def test_writes_in_place(two_ranks: None) -> None:
 
     check(split_block(added), X)
 
-    def written(x: Tensor) -> Tensor:
-        total = torch.zeros(3, 5, 20)
-        total[..., :10] = x[..., :10]
-        return total[..., : x.shape[-1]]
-
-    error = refused(split_block(written))
-    assert "that is Replicate(); create a new tensor instead" in str(error)
-
-
-def test_a_number_read_from_a_slice(two_ranks: None) -> None:
-    def branching(x: Tensor) -> Tensor:
-        return F.gelu(x) if bool((x[0, 0, :3] > 0).any().item()) else x
-
-    assert "which is sharded" in str(refused(split_block(branching)))
-    error = refused(reduced_by(lambda out: reduce_from_group(out) * float(out.detach().sum())))
-    assert "Python reads a value that differs between ranks" in str(error)
-
 
 def test_random_numbers(two_ranks: None) -> None:
-    def noisy(x: Tensor) -> Tensor:
-        return x + torch.randn_like(x)
-
-    error = refused(split_block(noisy))
-    assert "state that all ranks share" in str(error)
     sch = split_block(nn.Dropout(0.1))
     assert refused(sch).path == "act"
     sch["act"].fork_rng()
@@ -557,8 +388,6 @@ twice.register_autograd(lambda ctx, grad: twice(grad))
 
 
 def test_an_operation_of_ones_own(two_ranks: None) -> None:
-    error = refused(split_block(twice))  # type: ignore[arg-type]
-    assert "slapo.register_place_rule" in str(error)
     register_place_rule(torch.ops.slapo_tests.twice, lambda call: call.places[0])
     try:
         check(split_block(twice), X)  # type: ignore[arg-type]
@@ -613,8 +442,6 @@ def test_a_kernel_of_triton(two_ranks: None, monkeypatch: pytest.MonkeyPatch) ->
     assert "doubled of (3, 5, 10)" in str(error)
     assert JITFunction.run is run
     alike: Callable[[Any], Place] = lambda call: call.places[0]  # noqa: E731
-    with pytest.raises(TypeError, match="backward="):
-        register_place_rule(Kernel, alike)
     register_place_rule(Kernel, alike, backward=alike)
     check(split_block(Kernel.apply), X)
     assert Kernel.forward.__qualname__ == "Kernel.forward"
@@ -698,11 +525,6 @@ class Answer:
     logits: Tensor
 
 
-class Boxed:
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-
 class Wrapped(Block):
     def __init__(self, kind: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -718,11 +540,7 @@ def test_outputs_are_opened(two_ranks: None) -> None:
     sch["fc1"].shard("weight", axis=0).shard("bias", axis=0)
     sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
     assert "bwd_post" in str(refused(sch))
-    sch = split(slapo.create_schedule(Wrapped(Boxed)))
-    with pytest.raises(
-        slapo.SlapoError, match="a Boxed, holds no tensor to start the backward pass from"
-    ):
-        check(sch, X)
+    sch = split(slapo.create_schedule(Wrapped(lambda x: types.SimpleNamespace(value=x))))
     check(sch, X, lambda output: output.value.sum())
 
 
@@ -778,67 +596,19 @@ def test_the_guide_tells_what_steps_take_and_give() -> None:
     assert "\n".join(["| step | takes | gives |", "| --- | --- | --- |", *rows]) in text
 
 
-class OneHeadOfKeys(nn.Module):
-    """Multi-query attention: all heads share one head of keys and values."""
+class SharedKeys(nn.Module):
+    """Heads share one head of keys and values, or two: neighbors, or each second."""
 
-    def __init__(self, repeats: bool) -> None:
+    def __init__(self, shared: int, how: str) -> None:
         super().__init__()
-        self.q, self.kv, self.out = (nn.Linear(16, n) for n in (16, 8, 16))
-        self.heads, self.repeats = 4, repeats
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.q(x).unflatten(-1, (self.heads, 4)).transpose(1, 2)
-        k, v = (part.unsqueeze(1) for part in self.kv(x).chunk(2, -1))
-        if self.repeats:
-            k, v = (part.expand(-1, self.heads, -1, -1) for part in (k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, enable_gqa=not self.repeats)
-        return self.out(mixed.transpose(1, 2).flatten(2))
-
-
-def split_queries(sch: slapo.Schedule) -> None:
-    sch["q"].shard("weight", axis=0).shard("bias", axis=0)
-    sch["out"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
-    sch.sync("bwd_post", "all_reduce").set("heads", whole=4)
-
-
-def one_head_on_ranks(rank: int, world_size: int, repeats: bool) -> str:
-    torch.manual_seed(0)
-    sch = slapo.create_schedule(OneHeadOfKeys(repeats))
-    x = torch.randn(3, 5, 16)
-    with slapo.Verify(sch, x):
-        split_queries(sch)
-        for name in ("weight", "bias"):
-            sch["kv"].annotate(name, "partial_grad", True)
-    check(sch, x)
-    return "right"
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("repeats", [False, True])
-def test_keys_that_all_heads_share(repeats: bool) -> None:
-    assert run_distributed(one_head_on_ranks, 2, repeats) == ["right"] * 2
-    with fake_world(4, 3):  # one head of queries each
-        sch = slapo.create_schedule(OneHeadOfKeys(repeats))
-        split_queries(sch)
-        error = refused(sch, torch.randn(3, 5, 16))
-        assert error.suspect == "kv"
-        assert 'sch["kv"].annotate("weight", "partial_grad", True)' in str(error)
-        for name in ("weight", "bias"):
-            sch["kv"].annotate(name, "partial_grad", True)
-        check(sch, torch.randn(3, 5, 16))
-
-
-class TwoHeadsOfKeys(nn.Module):
-    """Grouped queries: four heads share a head of keys and values, neighbors or each second."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(16, n) for n in (32, 8, 8))
-        self.heads, self.groups, self.how = 8, 4, how
+        self.q, self.k, self.v = (nn.Linear(16, n) for n in (32, 4 * shared, 4 * shared))
+        self.heads, self.shared, self.groups, self.how = 8, shared, 8 // shared, how
         self.out = nn.Linear(32, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (-1, 4)) for layer in (self.q, self.k, self.v))
+        if self.how == "expanded":
+            k, v = (part.expand(-1, -1, self.heads, -1) for part in (k, v))
         if self.how == "neighbors" and self.groups > 1:
             k, v = (part.repeat_interleave(self.groups, 2) for part in (k, v))
         if self.how == "each second" and self.groups > 1:
@@ -848,64 +618,61 @@ class TwoHeadsOfKeys(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
-def split_in_blocks(sch: slapo.Schedule) -> None:
-    """Each rank has some of the queries of both heads of keys."""
-    sch["q"].shard("weight", axis=0, blocks=2).shard("bias", axis=0, blocks=2)
-    sch["out"].shard("weight", axis=1, blocks=2).sync("fwd_post", "all_reduce")
-    sch.sync("bwd_post", "all_reduce").set("heads", whole=8).set("groups", whole=4)
-    for name in ("weight", "bias"):
-        for keys in ("k", "v"):
-            sch[keys].annotate(name, "partial_grad", True)
+def split_queries(sch: slapo.Schedule, tagged: bool = True) -> None:
+    """Each rank has some of the queries of all heads of keys."""
+    blocks = sch.mod.shared
+    sch["q"].shard("weight", axis=0, blocks=blocks).shard("bias", axis=0, blocks=blocks)
+    sch["out"].shard("weight", axis=1, blocks=blocks).sync("fwd_post", "all_reduce")
+    sch.sync("bwd_post", "all_reduce").set("heads", whole=8).set("groups", whole=8 // blocks)
+    for keys in "kv" if tagged else "":
+        sch[keys].annotate("weight", "partial_grad", True).annotate("bias", "partial_grad", True)
 
 
-def blocks_on_ranks(rank: int, world_size: int, how: str) -> str:
-    torch.manual_seed(0)
-    sch = slapo.create_schedule(TwoHeadsOfKeys(how))
-    with slapo.Verify(sch, torch.randn(3, 5, 16)):
-        split_in_blocks(sch)
-    check(sch, torch.randn(3, 5, 16))
-    return "right"
+KEYS = [(1, "by the kernel"), (1, "expanded"), (2, "by the kernel"), (2, "neighbors")]
+
+
+def keys_on_ranks(rank: int, world_size: int) -> None:
+    for shared, how in KEYS:
+        torch.manual_seed(0)
+        sch, x = slapo.create_schedule(SharedKeys(shared, how)), torch.randn(3, 5, 16)
+        with slapo.Verify(sch, x):
+            split_queries(sch)
+        check(sch, x)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("how", ["by the kernel", "neighbors"])
-def test_keys_that_the_heads_of_a_block_share(how: str) -> None:
-    assert run_distributed(blocks_on_ranks, 2, how) == ["right"] * 2
+def test_keys_that_heads_share() -> None:
+    run_distributed(keys_on_ranks, 2)
 
 
 @pytest.mark.parametrize(
-    ("how", "ranks", "is_right"),
+    ("shared", "how", "ranks", "is_right"),
     [
-        ("by the kernel", 4, True),  # one head of queries for each head of keys
-        ("each second", 2, False),
+        (1, "by the kernel", 4, True),
+        (1, "expanded", 4, True),
+        (2, "by the kernel", 4, True),  # one head of queries for each head of keys
+        (2, "each second", 2, False),
         # Nothing of how keys are repeated in one process is left on four ranks.
-        ("neighbors", 4, False),
-        ("each second", 4, False),
+        (2, "neighbors", 4, False),
+        (2, "each second", 4, False),
     ],
 )
-def test_keys_of_blocks_without_numbers(how: str, ranks: int, is_right: bool) -> None:
-    with fake_world(ranks, 1):
-        sch = slapo.create_schedule(TwoHeadsOfKeys(how))
-        split_in_blocks(sch)
+def test_shared_keys_without_numbers(shared: int, how: str, ranks: int, is_right: bool) -> None:
+    x = torch.randn(3, 5, 16)
+    with fake_world(ranks, ranks - 1):
+        sch = slapo.create_schedule(SharedKeys(shared, how))
+        split_queries(sch)
         if is_right:
-            check(sch, torch.randn(3, 5, 16))
+            check(sch, x)
         else:
-            refused(sch, torch.randn(3, 5, 16))
+            refused(sch, x)
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.5])
-@pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "llama"])
-def test_the_examples_pass(family: str, ratio: float) -> None:
-    from examples import parallel_models as examples
-
-    table = examples.FAMILIES[family]
-    tokens = torch.randint(1, 60, (3, 7))
-    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
-    inputs, labels = table.batch(batch)
-    for world_size in (2, 4):
-        if family == "llama" and world_size == 4:
-            continue  # two heads of keys
-        with fake_world(world_size, world_size - 1):
-            sch = slapo.create_schedule(table.build(examples.Sizes(dropout=0.1)))
-            examples.schedule(sch, table, checkpoint_ratio=ratio)
-            check(sch, inputs, loss_fn=lambda output: table.loss(output, labels))
+@pytest.mark.parametrize("how", ["by the kernel", "expanded"])
+def test_keys_that_are_not_tagged(how: str) -> None:
+    with fake_world(4, 3):
+        sch = slapo.create_schedule(SharedKeys(1, how))
+        split_queries(sch, tagged=False)
+        error = refused(sch, torch.randn(3, 5, 16))
+    assert error.suspect in ("k", "v")
+    assert f'sch["{error.suspect}"].annotate("weight", "partial_grad", True)' in str(error)

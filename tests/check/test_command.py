@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch import nn
 
 import slapo
 from slapo.command import main
@@ -27,34 +26,22 @@ def layers():
     return model, torch.ones(3, 5, HIDDEN, requires_grad=True)
 
 
-def right():
+def right(forgets=False):
     model, x = layers()
 
     def schedule(sch, sequence_parallel=False):
         if sequence_parallel:
             raise ValueError("no tokens here")
-        sch["1"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
+        sch["1"].shard("weight", axis=0).shard("bias", axis=0)
+        if not forgets:
+            sch["1"].sync("bwd_post", "all_reduce")
         sch["2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
 
     return model, schedule, x
 
 
 def wrong():
-    model, x = layers()
-
-    def schedule(sch):
-        sch["1"].shard("weight", axis=0).shard("bias", axis=0)
-        sch["2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
-
-    return model, schedule, x
-
-
-def odd():
-    return "model"
-
-
-def tokens_wanted():
-    return layers()[0], lambda sch: None
+    return right(forgets=True)
 """
 
 
@@ -79,31 +66,9 @@ def test_right_and_wrong(script: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert said.out == ""
     assert 'add sch["1"].sync("bwd_post", "all_reduce")' in said.err
     assert f"{script}:" in said.err
+    assert main(["check", f"{script}:right", "--tp", "2", "--sp"]) == 1
+    assert "no tokens here" in capsys.readouterr().err
     assert not dist.is_initialized()
-
-
-@pytest.mark.parametrize(
-    ("given", "status", "said"),
-    [
-        ((":right", "--tp", "3"), 1, "size 40 is not divisible by world_size 3"),
-        ((":right", "--tp", "1"), 1, "nothing is sharded over 1 ranks"),
-        ((":right", "--tp", "2", "--sp"), 1, "no tokens here"),
-        ((":odd", "--tp", "2"), 1, "return (model, schedule)"),
-        ((":tokens_wanted", "--tp", "2"), 1, "example inputs too"),
-        ((":rihgt", "--tp", "2"), 2, "did you mean 'right'?"),
-        (("", "--tp", "2"), 2, "write script.py:function"),
-        (("x:right", "--tp", "2"), 2, "No module named"),
-    ],
-)
-def test_mistakes(
-    script: str,
-    capsys: pytest.CaptureFixture[str],
-    given: tuple[str, ...],
-    status: int,
-    said: str,
-) -> None:
-    assert main(["check", f"{script}{given[0]}", *given[1:]]) == status
-    assert said in capsys.readouterr().err
 
 
 def test_draw(script: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,10 +78,6 @@ def test_draw(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "rank 3 of 4" in page
     assert "in_features=16, out_features=10" in page  # of 40, on four ranks
     assert "http" not in page  # it needs no other file
-    assert main(["draw", f"{script}:odd"]) == 1
-    assert "return (model, schedule)" in capsys.readouterr().err
-    assert main(["draw", f"{script}:right", "--tp", "0"]) == 1
-    assert "--tp is 0; pass a positive integer" in capsys.readouterr().err
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,17 +101,6 @@ def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no file nowhere.py" in capsys.readouterr().err
 
 
-def test_as_a_module_in_a_process(script: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "slapo", "check", f"{script}:right", "--tp", "2"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Sequential on 2 ranks" in done.stdout
-
-
 def test_within_a_process_group() -> None:
     with fake_world(), pytest.raises(slapo.SlapoError, match=r"call slapo\.check"):
         list(check_at(lambda: None, 2))
@@ -165,8 +115,6 @@ def test_models_of_transformers_need_no_inputs() -> None:
         ).apply(sch)
 
     assert [checked.ranks for checked in check_at(make, 4, sequence_parallel=True)] == [4, 2]
-    with pytest.raises(slapo.SlapoError, match="known for Linear; return example inputs too"):
-        list(check_at(lambda: (nn.Linear(2, 2), lambda sch: None), 2))
 
 
 # --- the command itself ---------------------------------------------------------------------------

@@ -58,20 +58,22 @@ def inputs(vocab: int) -> tuple[Tensor, Tensor]:
     return X, labels
 
 
-def split(loss: Loss, vocab: int, bias: bool = False, sums: bool = True) -> slapo.Schedule:
-    sch = slapo.create_schedule(Model(loss, vocab, bias))
+def scheduled(loss: Loss, vocab: int, *how: str) -> slapo.Schedule:
+    """Rows of the head, unless `how` has "whole"; others are "bias", "not summed", "recomputed"."""
+    model = Model(loss, vocab, "bias" in how)
+    if loss is by_head:
+        model.head = LossHead.like(model.head)
+    sch = slapo.create_schedule(model)
+    if "recomputed" in how:
+        sch["body"].checkpoint()
+    if "whole" in how:
+        return sch
     sch["head"].shard("weight", 0, uneven=True)
-    if bias:
+    if "bias" in how:
         sch["head"].shard("bias", 0, uneven=True)
-    if sums:
+    if "not summed" not in how:
         sch["head"].sync("bwd_post", "all_reduce")
     return sch
-
-
-def refused(sch: slapo.Schedule, vocab: int) -> str:
-    with pytest.raises(PlacementError) as caught:
-        check(sch, inputs(vocab))
-    return str(caught.value)
 
 
 def world() -> Any:
@@ -92,14 +94,9 @@ def by_module_of_known_size(model: Model, x: Tensor, labels: Tensor) -> Tensor:
     return ParallelCrossEntropy(world())(model.head(x), labels, model.vocab).sum() / kept
 
 
-@pytest.mark.parametrize("loss", [parallel, by_module, by_module_of_known_size])
-@pytest.mark.parametrize("bias", [False, True])
-def test_slices_of_logits_with_their_group(vocab: int, loss: Loss, bias: bool) -> None:
-    check(split(loss, vocab, bias), inputs(vocab))
-
-
-def test_without_the_sum_of_the_input_s_gradient(vocab: int) -> None:
-    assert "Partial()" in refused(split(parallel, vocab, sums=False), vocab)
+def gathered(model: Model, x: Tensor, labels: Tensor) -> Tensor:
+    logits = all_gather(model.head(x), world(), -1, False, model.vocab)
+    return token_losses(logits, labels).sum()
 
 
 def without_group(model: Model, x: Tensor, labels: Tensor) -> Tensor:
@@ -115,18 +112,6 @@ def of_other_dimensions(model: Model, x: Tensor, labels: Tensor) -> Tensor:
     return token_losses(logits, labels[:, :1].expand(-1, logits.shape[1]), 0, world()).sum()
 
 
-@pytest.mark.parametrize(
-    ("loss", "said"),
-    [
-        (without_group, "no group is given for the rest"),
-        (from_elsewhere, "begins at"),
-        (of_other_dimensions, "must be sliced along dimension 2"),
-    ],
-)
-def test_slices_of_logits_that_are_taken_for_others(vocab: int, loss: Loss, said: str) -> None:
-    assert said in refused(split(loss, vocab), vocab)
-
-
 def whole(model: Model, x: Tensor, labels: Tensor) -> Tensor:
     return token_losses(model.head(x), labels, 0, world()).sum()
 
@@ -137,34 +122,13 @@ def summands(model: Model, x: Tensor, labels: Tensor) -> Tensor:
     return token_losses(logits, labels).sum()
 
 
-@pytest.mark.parametrize(
-    ("loss", "said"), [(whole, "whole on every rank"), (summands, "not linear")]
-)
-def test_logits_that_are_no_slices(vocab: int, loss: Loss, said: str) -> None:
-    assert said in refused(slapo.create_schedule(Model(loss, vocab)), vocab)
-
-
-def gathered(model: Model, x: Tensor, labels: Tensor) -> Tensor:
-    logits = all_gather(model.head(x), world(), -1, False, model.vocab)
-    return token_losses(logits, labels).sum()
-
-
-def test_gathered_logits_need_no_group(vocab: int) -> None:
-    check(split(gathered, vocab), inputs(vocab))
-
-
 def each_its_tokens(model: Model, x: Tensor, labels: Tensor) -> Tensor:
     own = scatter(model.head(x), world(), 0, uneven=True)
     losses = token_losses(own, scatter(labels, world(), 0, uneven=True))
     return reduce_from_group(losses.sum(), world())
 
 
-def test_losses_of_the_tokens_that_a_rank_has() -> None:
-    with fake_world(3, 2):
-        check(slapo.create_schedule(Model(each_its_tokens, 96)), inputs(96))
-
-
-# --- a fused head --------------------------------------------------------------------------------
+# --- a fused head, and the head as a layer -------------------------------------------------------
 def fused(model: Model, x: Tensor, labels: Tensor, group: Any = None, off: int = 0) -> Tensor:
     head = model.head
     return linear_cross_entropy(
@@ -178,38 +142,80 @@ def fused(model: Model, x: Tensor, labels: Tensor, group: Any = None, off: int =
     )
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_fused_head_of_rows(vocab: int, bias: bool) -> None:
-    def loss(model: Model, x: Tensor, labels: Tensor) -> Tensor:
-        return fused(model, x, labels, world())
-
-    check(split(loss, vocab, bias, sums=False), inputs(vocab))
+def fused_rows(model: Model, x: Tensor, labels: Tensor) -> Tensor:
+    return fused(model, x, labels, world())
 
 
-def test_a_fused_head_that_begins_elsewhere(vocab: int) -> None:
-    def loss(model: Model, x: Tensor, labels: Tensor) -> Tensor:
-        return fused(model, x, labels, world(), off=1)
-
-    assert "begins at" in refused(split(loss, vocab, sums=False), vocab)
+def fused_from_elsewhere(model: Model, x: Tensor, labels: Tensor) -> Tensor:
+    return fused(model, x, labels, world(), off=1)
 
 
-def test_a_fused_head_without_its_group(vocab: int) -> None:
-    def loss(model: Model, x: Tensor, labels: Tensor) -> Tensor:
-        return fused(model, x, labels.clamp(max=5))
-
-    assert "no group is given" in refused(split(loss, vocab), vocab)
-    with pytest.raises(slapo.SlapoError, match="and the group"):  # by a label of another rank's
-        check(split(fused, vocab), inputs(vocab))
+def fused_without_group(model: Model, x: Tensor, labels: Tensor) -> Tensor:
+    return fused(model, x, labels.clamp(max=5))
 
 
-def test_a_whole_fused_head(vocab: int) -> None:
-    def loss(model: Model, x: Tensor, labels: Tensor, group: Any = None) -> Tensor:
-        head = model.head
-        return linear_cross_entropy(x.flatten(0, 1), head.weight, labels.flatten(), group=group)
+def fused_whole(model: Model, x: Tensor, labels: Tensor, group: Any = None) -> Tensor:
+    weight = model.head.weight
+    return linear_cross_entropy(x.flatten(0, 1), weight, labels.flatten(), group=group)
 
-    check(slapo.create_schedule(Model(loss, vocab)), inputs(vocab))
-    sch = slapo.create_schedule(Model(lambda *args: loss(*args, world()), vocab))
-    assert "whole on every rank" in refused(sch, vocab)
+
+def fused_whole_with_group(model: Model, x: Tensor, labels: Tensor) -> Tensor:
+    return fused_whole(model, x, labels, world())
+
+
+def by_head(model: Model, x: Tensor, labels: Tensor) -> Tensor:
+    assert isinstance(model.head, LossHead)
+    model.head.targets = Targets(labels)
+    try:
+        return model.head(x)
+    finally:
+        model.head.targets = None
+
+
+#: A loss, and how its head is scheduled.
+RIGHT: list[tuple[Loss, tuple[str, ...]]] = [
+    *((loss, ()) for loss in (parallel, by_module, by_module_of_known_size, gathered, by_head)),
+    *((loss, ("bias",)) for loss in (parallel, by_module, by_module_of_known_size, by_head)),
+    (by_head, ("recomputed",)),
+    (by_head, ("bias", "recomputed")),
+    (fused_rows, ("not summed",)),
+    (fused_rows, ("bias", "not summed")),
+    (fused_whole, ("whole",)),
+]
+WRONG: list[tuple[Loss, tuple[str, ...], str]] = [
+    (parallel, ("not summed",), "Partial\\(\\)"),
+    (without_group, (), "no group is given for the rest"),
+    (from_elsewhere, (), "begins at"),
+    (of_other_dimensions, (), "must be sliced along dimension 2"),
+    (whole, ("whole",), "whole on every rank"),
+    (summands, ("whole",), "not linear"),
+    (fused_from_elsewhere, ("not summed",), "begins at"),
+    (fused_without_group, (), "no group is given"),
+    (fused, (), "and the group"),  # by a label of another rank's
+    (fused_whole_with_group, ("whole",), "whole on every rank"),
+    (by_head, ("not summed",), "Partial\\(\\)"),
+]
+
+
+def named(value: Any) -> str | None:
+    """Identifier of a parameter."""
+    return " ".join(value) if isinstance(value, tuple) else getattr(value, "__name__", None)
+
+
+@pytest.mark.parametrize(("loss", "how"), RIGHT, ids=named)
+def test_right_losses_pass(vocab: int, loss: Loss, how: tuple[str, ...]) -> None:
+    check(scheduled(loss, vocab, *how), inputs(vocab))
+
+
+@pytest.mark.parametrize(("loss", "how", "said"), WRONG, ids=named)
+def test_wrong_losses_do_not(vocab: int, loss: Loss, how: tuple[str, ...], said: str) -> None:
+    with pytest.raises(slapo.SlapoError, match=said):
+        check(scheduled(loss, vocab, *how), inputs(vocab))
+
+
+def test_losses_of_the_tokens_that_a_rank_has() -> None:
+    with fake_world(3, 2):
+        check(scheduled(each_its_tokens, 96, "whole"), inputs(96))
 
 
 def test_a_fused_head_of_sliced_states() -> None:
@@ -220,52 +226,9 @@ def test_a_fused_head_of_sliced_states() -> None:
         return linear_cross_entropy(states, weight, labels.flatten(), start=start, group=world())
 
     with fake_world(2, 1):
-        sch = split(loss, 96, sums=False)
+        sch = scheduled(loss, 96, "not summed")
         with pytest.raises(PlacementError, match=r"the labels are Shard\(0\)"):
             check(sch, (X[:2], inputs(96)[1][:2]))
-
-
-# --- the head as a layer -------------------------------------------------------------------------
-def by_head(model: Model, x: Tensor, labels: Tensor) -> Tensor:
-    assert isinstance(model.head, LossHead)
-    model.head.targets = Targets(labels)
-    try:
-        return model.head(x)
-    finally:
-        model.head.targets = None
-
-
-def head_schedule(vocab: int, bias: bool, sums: bool = True) -> slapo.Schedule:
-    model = Model(by_head, vocab, bias)
-    model.head = LossHead.like(model.head)
-    sch = slapo.create_schedule(model)
-    sch["head"].shard("weight", 0, uneven=True)
-    if bias:
-        sch["head"].shard("bias", 0, uneven=True)
-    if sums:
-        sch["head"].sync("bwd_post", "all_reduce")
-    return sch
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("is_checkpointed", [False, True])
-def test_a_head_that_gives_the_loss(vocab: int, bias: bool, is_checkpointed: bool) -> None:
-    sch = head_schedule(vocab, bias)
-    if is_checkpointed:
-        sch["body"].checkpoint()
-    check(sch, inputs(vocab))
-
-
-def test_a_head_without_the_sum_of_its_input_s_gradient(vocab: int) -> None:
-    assert "Partial()" in refused(head_schedule(vocab, False, sums=False), vocab)
-
-
-def test_a_head_with_a_whole_bias(vocab: int) -> None:
-    sch = slapo.create_schedule(Model(by_head, vocab, bias=True))
-    sch.mod.head = LossHead.like(sch.mod.head)
-    sch["head"].shard("weight", 0, uneven=True).sync("bwd_post", "all_reduce")
-    with pytest.raises(slapo.SlapoError, match="its bias is whole"):
-        check(sch, inputs(vocab))
 
 
 def test_without_memory() -> None:
@@ -283,9 +246,9 @@ def test_without_memory() -> None:
 
 def check_among_processes(rank: int, world_size: int) -> None:
     for vocab in (96, 97):
-        check(head_schedule(vocab, True), inputs(vocab))
-        check(split(parallel, vocab), inputs(vocab))
-        sch = split(from_elsewhere, vocab)
+        check(scheduled(by_head, vocab, "bias"), inputs(vocab))
+        check(scheduled(parallel, vocab), inputs(vocab))
+        sch = scheduled(from_elsewhere, vocab)
         with pytest.raises(PlacementError):
             check(sch, inputs(vocab))
 

@@ -6,8 +6,6 @@ More of them by ``python -m tests.check.fuzz mixed 500``. Below those, what they
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from torch import nn
 pytest.importorskip("transformers")
 
 import slapo
-from slapo.sharding.collectives import reduce_from_group
 from slapo.verify.placement import check
 from tests.check import mixed
 from tests.check.mixed import compared
@@ -61,56 +58,13 @@ def test_numbers_that_a_trace_has_built_in(path: str, flatten: bool) -> None:
         check(sch, torch.randn(3, 7, HIDDEN))
 
 
-def positions() -> nn.Module:
-    return nn.Sequential(OrderedDict(table=nn.Embedding(8, 4), out=nn.Linear(4, 4)))
-
-
-def test_reentrant_checkpoint_of_what_has_no_gradient_to_send_back() -> None:
-    """Torch would warn, and leave the table as it is for ever."""
-    sch = slapo.create_schedule(positions())
-    sch["table"].checkpoint(use_reentrant=True)
-    ids = torch.arange(5)
-    message = r"\['weight'\] would get none; pass use_reentrant=False"
-    with pytest.raises(slapo.SlapoError, match=message):
-        check(sch, ids)
-    with pytest.raises(slapo.SlapoError, match=message):
-        slapo.build(sch)[0](ids)
-    with torch.no_grad():
-        slapo.build(sch)[0](ids)
-
-
-def test_a_collective_over_other_ranks_than_those_of_the_schedule() -> None:
-    """The default group of a job has all stages and replicas."""
-    with fake_world(4, rank=3):
-        group = slapo.init_mesh(pp=2, tp=2, device="cpu")["tp"]
-        for given in (None, group.get_group()):
-            layers = OrderedDict(
-                fc1=nn.Linear(4, 8), act=nn.Tanh(), fc2=nn.Linear(8, 4, bias=False)
-            )
-            sch = slapo.create_schedule(nn.Sequential(layers), group=group)
-            sch["fc1"].shard("weight", axis=0).shard("bias", axis=0)
-            sch["fc1"].sync("bwd_post", "all_reduce")
-            sch["fc2"].shard("weight", axis=1)
-            hook = partial(_reduced, given)
-            sch["fc2"].mod.register_forward_hook(hook)
-            if given is not None:
-                check(sch, torch.randn(3, 4))
-                continue
-            message = r"'fc2'.*over ranks \[0, 1, 2, 3\].*is \[2, 3\].*group=sch.group"
-            with pytest.raises(slapo.SlapoError, match=message):
-                check(sch, torch.randn(3, 4))
-
-
 def test_a_vocabulary_in_a_job_of_more_ranks() -> None:
     with fake_world(4, rank=3):
         group = slapo.init_mesh(pp=2, tp=2, device="cpu")["tp"]
-        sch = slapo.create_schedule(positions(), group=group)
+        layers = OrderedDict(table=nn.Embedding(8, 4), out=nn.Linear(4, 4))
+        sch = slapo.create_schedule(nn.Sequential(layers), group=group)
         sch["table"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
         check(sch, torch.arange(5))
-
-
-def _reduced(group: Any, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-    return reduce_from_group(output, group)
 
 
 def test_numbers_that_are_set_after_a_trace_are_those_of_its_captures() -> None:

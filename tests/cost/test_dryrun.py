@@ -190,8 +190,6 @@ def test_a_model_of_ones_own() -> None:
     assert found.parameters == 6 * (16 * 32 + 32 + 32 * 16 + 16)
     assert found.tokens == 0
     assert "tokens/s" not in str(found)
-    with pytest.raises(TypeError, match=r"which inputs Net expects; pass inputs=f"):
-        dryrun(schedule, Net, machine="cpu")
 
 
 class Twice(Net):
@@ -225,63 +223,6 @@ def test_layers_that_run_twice_are_all_run() -> None:
             dryrun("twice", Twice, mesh={"pp": 2}, **{**given, "micro_batches": 2})
     finally:
         unregister("twice")
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "words"),
-    [
-        ({"recipe": "lama"}, KeyError, "did you mean 'llama'"),
-        ({"machine": "tpu"}, KeyError, "did you mean 'cpu'? There is no machine"),
-        ({"batch": 3, "micro_batches": 2}, ValueError, "batch=3 samples cannot form 2"),
-        ({"batch": 0}, ValueError, "batch is 0"),
-        ({"mesh": {"cp": 2}}, ValueError, "mesh is {'cp': 2}"),
-        ({"mesh": {"tp": 3}}, ValueError, "num_attention_heads is 8"),
-        (
-            {"mesh": {"pp": 9}, "batch": 9, "micro_batches": 9},
-            ValueError,
-            "4 layers cannot fill 9 stages",
-        ),
-        ({"mesh": {"pp": 2}}, ValueError, "micro_batches=1 < pp=2"),
-        ({"zero": 1}, ValueError, "zero=1 does not work with target='torch'"),
-        ({"schedule": "zbv"}, ValueError, "schedule is 'zbv'; the dry run supports"),
-        ({"ckpt_ratio": 2}, ValueError, "ckpt_ratio is 2"),
-        ({"fused": True}, TypeError, "'fused_loss'"),
-        ({"model_config": 3}, TypeError, "model_config is 3; pass a Transformers config"),
-        ({"model_config": dict}, TypeError, "made a dict"),
-        (
-            {"mesh": {"pp": 2}, "batch": 2, "micro_batches": 2, "pipeline_cuts": [0, 1]},
-            ValueError,
-            "make 3 stages",
-        ),
-        ({"optimizer": lambda parameters: 3}, TypeError, "returned a int"),
-        ({"optimizer": None}, TypeError, "optimizer is a NoneType"),
-        ({"recipe": None}, TypeError, "recipe is a NoneType"),
-        ({"recipe": "bert"}, ValueError, "pass the key of the model's own family"),
-        ({"inputs": lambda samples: None}, TypeError, "inputs(1) returned a NoneType"),
-        ({"ckpt_ratio": "a"}, ValueError, "ckpt_ratio is 'a'"),
-        ({"bf16": True, "fp16": True}, ValueError, "fp16 and bf16 are both True"),
-        ({"bf16": True, "dtype": torch.float32}, ValueError, "request different dtypes"),
-        ({"bf16": "yes"}, TypeError, "bf16 is 'yes'; pass True or False"),
-        ({"dtype": torch.int8}, TypeError, "dtype is torch.int8"),
-        ({"target": "deepspeed", "zero": 1, "bucket": -5}, ValueError, "bucket is -5"),
-        ({"pipeline_cuts": [1]}, ValueError, "need stages, but pp=1; pass a mesh with pp=2"),
-        ({"seq_len": 0}, ValueError, "seq_len is 0"),
-        ({"model_config": nn.Linear(2, 2)}, TypeError, "model_config is Linear(in_features=2"),
-    ],
-)
-def test_mistakes(changes: dict[str, Any], error: type[Exception], words: str) -> None:
-    given = {"recipe": "llama", "model_config": config_of("llama"), "seq_len": 16, **changes}
-    recipe, config = given.pop("recipe"), given.pop("model_config")
-    with pytest.raises(error) as caught:
-        dryrun(recipe, config, **given)
-    assert words in str(caught.value)
-
-
-def test_a_process_group_is_in_the_way() -> None:
-    from slapo.verify.placement.offline import fake_world
-
-    with fake_world(2), pytest.raises(slapo.SlapoError, match="already has a group"):
-        dryrun("llama", config_of("llama"), mesh={"tp": 2}, seq_len=16)
 
 
 def test_it_leaves_no_trace(caplog: pytest.LogCaptureFixture) -> None:
@@ -323,34 +264,11 @@ def test_the_command_prints_a_table(config_file: str, capsys: pytest.CaptureFixt
     tiny = "1e6,1e12,1e11,1e10"
     assert main(["llama", config_file, "--machine", tiny, "--seq-len", "32", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["fits"] is False
+    assert main(["llama", config_file, "--tp", "3", "--nodes", "1"]) == 2
+    assert "not divisible by" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("--tp 3 --nodes 1", "not divisible by"),
-        ("--dp 2 --nodes 1", "give one of them"),
-        ("--machine v100", "did you mean 'v100-32gb'"),
-        ("--machine 1,2,3", "four numbers"),
-        ("--machine 0,1,1,1", "memory=0"),
-        ("--option fused", "NAME=VALUE"),
-        ("--option ckpt_ratio=1", "leave --option out"),
-        ("--option machine=cpu", "leave --option out"),
-        ("--dp 0", "--dp is 0"),
-    ],
-)
-def test_wrong_usage(
-    arguments: str, words: str, config_file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["llama", config_file, *arguments.split()]) == 2
-    err = capsys.readouterr().err
-    assert words in err
-    assert "Traceback" not in err
-
-
-def test_a_config_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["llama", str(tmp_path / "none.json")]) == 2
-    assert "there is no file" in capsys.readouterr().err
+def test_a_config_that_makes_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
     assert main(["llama", str(tmp_path)]) == 2
     assert "is not a Transformers config" in capsys.readouterr().err
@@ -457,22 +375,8 @@ def test_reductions_hide_behind_nothing_on_a_processor() -> None:
     assert each_use > 1.5 * once
 
 
-def test_samples_longer_than_the_positions_are_refused() -> None:
-    from transformers import GPTJConfig, RobertaConfig, WhisperConfig
-
-    sizes: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
-    with pytest.raises(ValueError, match="RobertaForMaskedLM has 512 positions"):
-        dryrun("roberta", RobertaConfig(max_position_embeddings=514, **sizes), seq_len=513)
-    with pytest.raises(ValueError, match="GPTJForCausalLM has 64 positions"):
-        dryrun("auto", GPTJConfig(n_positions=64, n_embd=32, n_head=4, n_layer=2), seq_len=65)
-    with pytest.raises(ValueError, match="more max_target_positions"):
-        dryrun("auto", WhisperConfig(d_model=48), seq_len=1024)
-    tokens = torch.ones(1, 512, dtype=torch.long)
-    with pytest.raises(ValueError, match="seq_len=512, but GPT2LMHeadModel"):
-        dryrun("gpt2", config_of("gpt2"), inputs=lambda n: {"input_ids": tokens, "labels": tokens})
-    with pytest.raises(ValueError, match=r"seq_len=512, but GPT2LMHeadModel has 256 positions"):
-        dryrun("gpt2", config_of("gpt2"), seq_len=512)
-    dryrun("llama", config_of("llama"), seq_len=512)  # computed ones have no end
+def test_computed_positions_have_no_end() -> None:
+    dryrun("llama", config_of("llama"), seq_len=512)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -481,23 +385,3 @@ def test_a_named_class_has_the_dtype_of_its_config(dtype: torch.dtype) -> None:
     config.architectures, config.dtype = ["GPT2LMHeadModel"], dtype
     assert dryrun("gpt2", config, seq_len=16).dtype is dtype
     assert dryrun("gpt2", config, seq_len=16, dtype=torch.float16).dtype is torch.float16
-
-
-def test_a_model_of_images_and_tokens_wants_its_inputs() -> None:
-    class Both(Net):
-        main_input_name = "input_ids"
-
-        def forward(self, input_ids: Tensor, pixel_values: Tensor | None = None) -> Tensor:
-            return super().forward(input_ids.float())
-
-    with pytest.raises(TypeError, match="which inputs Both expects; pass inputs=f"):
-        dryrun(lambda sch: None, Both, seq_len=16)
-
-
-def test_a_model_that_asks_for_numbers_says_so() -> None:
-    class Asks(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * float(x.sum())
-
-    with pytest.raises(slapo.SlapoError, match="Asks could not run on fake tensors"):
-        dryrun(lambda sch: None, Asks, inputs=lambda n: {"x": torch.ones(n, 16)})

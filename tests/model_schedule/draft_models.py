@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.model_schedule.models import DECODER, VOCABULARY, Model, images, tokens, transformers
 
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_TWO_STACKS: dict[str, Any] = {
+TWO_STACKS: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "d_model": 32,
     **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
@@ -59,7 +59,7 @@ _DECODERS: dict[str, dict[str, Any]] = {
 }
 
 
-def _named(name: str, config: str, settings: dict[str, Any]) -> Callable[..., nn.Module]:
+def named(name: str, config: str, settings: dict[str, Any]) -> Callable[..., nn.Module]:
     def build(**changes: Any) -> nn.Module:
         torch.manual_seed(0)
         made = getattr(transformers, config)(**{**settings, **changes})
@@ -86,13 +86,13 @@ def square_images(batch: int, length: int) -> dict[str, Tensor]:
 
 STRANGERS: dict[str, Model] = {
     name.lower(): Model(
-        _named(f"{name}ForCausalLM", f"{name}Config", {**_OF_DECODERS, **more}), tokens
+        named(f"{name}ForCausalLM", f"{name}Config", {**_OF_DECODERS, **more}), tokens
     )
     for name, more in _DECODERS.items()
 }
 STRANGERS |= {
     name.lower(): Model(
-        _named(f"{name}ForMaskedLM", f"{name}Config", {**DECODER, **_NO_DROPOUT, **more}), tokens
+        named(f"{name}ForMaskedLM", f"{name}Config", {**DECODER, **_NO_DROPOUT, **more}), tokens
     )
     for name, more in {
         "Electra": {"embedding_size": 16},
@@ -136,17 +136,17 @@ def _llava(**changes: Any) -> nn.Module:
         "vision_feature_select_strategy": "default",
         "image_seq_length": 4,
     }
-    return _named("LlavaForConditionalGeneration", "LlavaConfig", settings)(**changes)
+    return named("LlavaForConditionalGeneration", "LlavaConfig", settings)(**changes)
 
 
-_SOUNDS = {name: value for name, value in _TWO_STACKS.items() if name != "max_position_embeddings"}
+_SOUNDS = {name: value for name, value in TWO_STACKS.items() if name != "max_position_embeddings"}
 _SOUNDS |= {"num_mel_bins": 16, "max_source_positions": 20, "max_target_positions": 32}
 STRANGERS |= {
-    "mbart": Model(_named("MBartForConditionalGeneration", "MBartConfig", _TWO_STACKS), two_texts),
-    "whisper": Model(_named("WhisperForConditionalGeneration", "WhisperConfig", _SOUNDS), sounds),
+    "mbart": Model(named("MBartForConditionalGeneration", "MBartConfig", TWO_STACKS), two_texts),
+    "whisper": Model(named("WhisperForConditionalGeneration", "WhisperConfig", _SOUNDS), sounds),
     "llava": Model(_llava, captioned),
     "dinov2": Model(
-        _named(
+        named(
             "Dinov2ForImageClassification",
             "Dinov2Config",
             {
@@ -159,9 +159,9 @@ STRANGERS |= {
         ),
         square_images,
     ),
-    "bart": Model(_named("BartForConditionalGeneration", "BartConfig", _TWO_STACKS), two_texts),
+    "bart": Model(named("BartForConditionalGeneration", "BartConfig", TWO_STACKS), two_texts),
     "swin": Model(
-        _named(
+        named(
             "SwinForImageClassification",
             "SwinConfig",
             {
@@ -177,7 +177,7 @@ STRANGERS |= {
         square_images,
     ),
     "convnext": Model(
-        _named(
+        named(
             "ConvNextForImageClassification",
             "ConvNextConfig",
             {"num_stages": 2, "hidden_sizes": [16, 32], "depths": [1, 1], "image_size": 32},

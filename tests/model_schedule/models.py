@@ -118,7 +118,7 @@ def wide_resnet(blocks: int = 1, **changes: Any) -> nn.Module:
     return WideResNet(blocks).train()
 
 
-def _of(name: str, inputs: Callable[[int, int], Any] = tokens, **settings: Any) -> Model:
+def of(name: str, inputs: Callable[[int, int], Any] = tokens, **settings: Any) -> Model:
     """A class of Transformers with `SIZES`, whose names it knows, and without dropout."""
 
     def build(**changes: Any) -> nn.Module:
@@ -133,30 +133,31 @@ def _of(name: str, inputs: Callable[[int, int], Any] = tokens, **settings: Any) 
     return Model(build, inputs)
 
 
-def _decoder(name: str, **settings: Any) -> Model:
-    return _of(f"{name}ForCausalLM", **{**DECODER, **settings})
+def decoder(name: str, **settings: Any) -> Model:
+    """A causal language model of Transformers with the settings of `DECODER`."""
+    return of(f"{name}ForCausalLM", **{**DECODER, **settings})
 
 
 _GPT = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False, "intermediate_size": None}
 MODELS = {
-    "bert": _of("BertForMaskedLM"),
-    "roberta": _of("RobertaForMaskedLM", max_position_embeddings=64),
-    "albert": _of("AlbertForMaskedLM", embedding_size=16),
-    "gpt2": _of("GPT2LMHeadModel", **_GPT),
-    "gpt_neo": _of(
+    "bert": of("BertForMaskedLM"),
+    "roberta": of("RobertaForMaskedLM", max_position_embeddings=64),
+    "albert": of("AlbertForMaskedLM", embedding_size=16),
+    "gpt2": of("GPT2LMHeadModel", **_GPT),
+    "gpt_neo": of(
         "GPTNeoForCausalLM",
         **{**_GPT, "intermediate_size": 80},
         attention_types=[[["global", "local"], 2]],
         window_size=4,
     ),
-    "opt": _of(
+    "opt": of(
         "OPTForCausalLM",
         ffn_dim=72,
         word_embed_proj_dim=32,
         max_position_embeddings=64,
         use_cache=False,
     ),
-    "t5": _of(
+    "t5": of(
         "T5ForConditionalGeneration",
         two_texts,
         d_kv=8,
@@ -166,17 +167,15 @@ MODELS = {
         decoder_start_token_id=0,
         use_cache=False,
     ),
-    "llama": _decoder("Llama"),
-    "mistral": _decoder("Mistral", sliding_window=5),
-    "qwen2": _decoder("Qwen2"),
-    "qwen3": _decoder("Qwen3"),
-    "gemma": _decoder("Gemma"),
-    "gemma3": _decoder("Gemma3", sliding_window=5),
-    "gemma3_text": _decoder("Gemma3", sliding_window=5),
-    "mixtral": _decoder(
-        "Mixtral", intermediate_size=64, num_local_experts=4, num_experts_per_tok=2
-    ),
-    "vit": _of("ViTForImageClassification", images, image_size=(12, 20), patch_size=4),
+    "llama": decoder("Llama"),
+    "mistral": decoder("Mistral", sliding_window=5),
+    "qwen2": decoder("Qwen2"),
+    "qwen3": decoder("Qwen3"),
+    "gemma": decoder("Gemma"),
+    "gemma3": decoder("Gemma3", sliding_window=5),
+    "gemma3_text": decoder("Gemma3", sliding_window=5),
+    "mixtral": decoder("Mixtral", intermediate_size=64, num_local_experts=4, num_experts_per_tok=2),
+    "vit": of("ViTForImageClassification", images, image_size=(12, 20), patch_size=4),
     "wideresnet": Model(wide_resnet, plain_images),
 }
 #: Key -> changes by which its model has a first and a last layer only; others go by the default.

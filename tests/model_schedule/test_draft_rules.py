@@ -24,7 +24,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def draws_for_slices(name: str) -> bool:
     """Return True for functions that are written for a model that is split."""
-    return name == "by slices-random_mask" or name.startswith("one coin for a sample")
+    is_random = name in ("by slices-random_mask", "by slices-random_coins")
+    return is_random or name.startswith("one coin for a sample")
 
 
 @pytest.mark.parametrize("name", sorted(n for n in FUNCTIONS if not draws_for_slices(n)))

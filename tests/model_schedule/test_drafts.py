@@ -6,7 +6,6 @@ import functools
 import logging
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from slapo.model_schedule.splits import entries_of, words_of
 from slapo.verify.numeric.harness import gathered_gradients
 from slapo.verify.placement.offline import fake_world
 from tests.distributed import run_distributed
+from tests.graph.served import make
 from tests.model_schedule.draft_models import (
     OWN,
     STRANGERS,
@@ -52,61 +52,100 @@ from tests.model_schedule.random_models import random_model
 FAST = ["phi3", "cohere2", "mamba2", "deepseekv3", "bart"]
 
 
-def by_verify(model: nn.Module, drafted: Draft, inputs: Any) -> float:
-    """The share, where outputs and every gradient are those of one process."""
-    sch = slapo.create_schedule(model, group=dist.group.WORLD)
-    with slapo.Verify(sch, inputs):
-        drafted.apply(sch)
-    return drafted.share
-
-
 def quiet() -> None:
     warnings.simplefilter("ignore")
     slapo.get_logger().setLevel(logging.ERROR)
 
 
 # --- equal to one process ------------------------------------------------------------------------
-def strangers(rank: int, world_size: int, names: list[str]) -> dict[str, float]:
+class WholeBlock(Packed):
+    """Attention with literal sizes, and an MLP in the same module."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden, literal=True)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(super().forward(x))))
+
+
+class Parametrized(Gated):
+    """Layers of torch whose weight a module computes, in front of others."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        self.turn = parametrizations.orthogonal(nn.Linear(hidden, hidden, bias=False))
+        self.mix = parametrizations.weight_norm(nn.Linear(hidden, hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.mix(self.turn(x)))
+
+
+#: Blocks of models of this file alone.
+MORE = {"whole block": WholeBlock, "parametrized": Parametrized, "few keys": FewKeys}
+
+
+def model_of(name: str) -> Model:
+    """Of the tables, of this file, or a random one by its seed."""
+    if name.isdigit():
+        return Model(functools.partial(random_model, int(name)), ids)
+    kinds = OWN[name][0] if name in OWN else (MORE.get(name),)
+    return STRANGERS.get(name) or Model(functools.partial(own, *kinds), ids)
+
+
+def drafted_on_ranks(
+    rank: int, world_size: int, names: list[str]
+) -> dict[str, tuple[float, list[str]]]:
+    """The share, where outputs and every gradient are those of one process; what was given up."""
     quiet()
     slapo.set_random_seed(7, tp_rank=rank)
     found = {}
     for name in names:
-        model = STRANGERS.get(name) or MODELS[name]
+        model = model_of(name)
         drafted = draft_in_group(model.build(), model.inputs(3, 13), dist.group.WORLD)
-        found[name] = by_verify(model.build(), drafted, model.inputs(2, 11))
+        sch = slapo.create_schedule(model.build(), group=dist.group.WORLD)
+        with slapo.Verify(sch, model.inputs(2, 11)):
+            drafted.apply(sch)
+        found[name] = drafted.share, drafted.given_up
     return found
 
 
-def test_families_without_a_table() -> None:
-    first, second = run_distributed(strangers, 2, FAST, timeout=280)
-    assert first == second
-    assert min(first.values()) > 0.6, first
+def check_shares(least: dict[str, float], ranks: int = 2, timeout: float = 280) -> Any:
+    """A model -> the smallest share of it that is sharded."""
+    first, *others = run_distributed(drafted_on_ranks, ranks, [*least], timeout=timeout)
+    assert all(other == first for other in others)
+    for name, share in least.items():
+        assert first[name][0] >= share, (name, first)
+    return first
 
 
-@pytest.mark.wide
-@pytest.mark.timeout(600)
-def test_all_families_without_a_table() -> None:
-    names = [name for name in STRANGERS if name not in FAST]
-    first, second = run_distributed(strangers, 2, names, timeout=550)
-    assert first == second
-    assert min(first.values()) > 0.6, first
-
-
-def owns(rank: int, world_size: int) -> dict[str, float]:
-    quiet()
-    slapo.set_random_seed(7, tp_rank=rank)
-    found = {}
-    for name, (kinds, _) in OWN.items():
-        drafted = draft_in_group(own(*kinds), ids(), dist.group.WORLD)
-        found[name] = by_verify(own(*kinds), drafted, ids(2, 7, seed=2))
-    return found
+@pytest.mark.parametrize(
+    "names",
+    [
+        FAST,
+        pytest.param(
+            [name for name in STRANGERS if name not in FAST],
+            marks=[pytest.mark.wide, pytest.mark.timeout(600)],
+        ),
+    ],
+    ids=["fast", "others"],
+)
+def test_families_without_a_table(names: list[str]) -> None:
+    check_shares(dict.fromkeys(names, 0.6), timeout=280 if names == FAST else 550)
 
 
 def test_own_models() -> None:
-    first, second = run_distributed(owns, 2)
-    assert first == second
-    for name, (_, least) in OWN.items():
-        assert first[name] >= least, (name, first)
+    """Of some parts stay whole."""
+    least = {name: share for name, (_, share) in OWN.items()}
+    found = check_shares({**least, "whole block": 0.5, "parametrized": 0.7})
+    (given_up,) = found["whole block"][1]
+    assert "'blocks.0'" in given_up
+    assert not found["parametrized"][1]
+
+
+def test_few_heads_on_four_ranks() -> None:
+    """Fewer heads of keys than ranks; and one head on each rank, for which rotary keys are one."""
+    check_shares({"few keys": 0.85, "deepseekv3": 0.9}, ranks=4)
 
 
 def encoder_layers(rank: int, world_size: int) -> None:
@@ -132,89 +171,25 @@ def test_tokens_around_attention_of_torch_are_refused() -> None:
         )
 
 
-class WholeBlock(Packed):
-    """Attention with literal sizes, and an MLP in the same module."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__(hidden, literal=True)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(super().forward(x))))
-
-
-class Parametrized(Gated):
-    """Layers of torch whose weight a module computes, in front of others."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__(hidden)
-        self.turn = parametrizations.orthogonal(nn.Linear(hidden, hidden, bias=False))
-        self.mix = parametrizations.weight_norm(nn.Linear(hidden, hidden))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.mix(self.turn(x)))
-
-
-def whole_parts(rank: int, world_size: int) -> dict[str, tuple[float, list[str]]]:
-    quiet()
-    found = {}
-    for kind in (WholeBlock, Parametrized):
-        drafted = draft_in_group(own(kind), ids(), dist.group.WORLD)
-        share = by_verify(own(kind), drafted, ids(2, 7, seed=2))
-        found[kind.__name__] = share, drafted.given_up
-    return found
-
-
-def test_parts_of_a_module_stay_whole() -> None:
-    first, second = run_distributed(whole_parts, 2)
-    assert first == second
-    (share, (given_up,)), (parametrized, none) = first["WholeBlock"], first["Parametrized"]
-    assert "'blocks.0'" in given_up
-    assert share > 0.5, "the MLP is sharded"
-    assert parametrized > 0.7
-    assert not none
-
-
-def few_heads(rank: int, world_size: int) -> list[float]:
-    quiet()
-    drafted = draft_in_group(own(FewKeys), ids(), dist.group.WORLD)
-    few_keys = by_verify(own(FewKeys), drafted, ids(2, 7, seed=2))
-    latent = STRANGERS["deepseekv3"]
-    drafted = draft_in_group(latent.build(), latent.inputs(3, 13), dist.group.WORLD)
-    return [few_keys, by_verify(latent.build(), drafted, latent.inputs(2, 11))]
-
-
-def test_few_heads_on_four_ranks() -> None:
-    """Fewer heads of keys than ranks; and one head on each rank, for which rotary keys are one."""
-    for few_keys, latent in run_distributed(few_heads, 4):
-        assert few_keys > 0.85
-        assert latent > 0.9
-
-
 def test_a_norm_over_all_heads_gathers() -> None:
     words = slapo.draft(own(WholeNorm), ids()).recipe.splits
     assert words["blocks.*.norm"] == "whole(-1)"
     assert words["blocks.*.up"] == "columns"
 
 
-def randoms(rank: int, world_size: int, seeds: list[int]) -> dict[str, float]:
-    quiet()
-    slapo.set_random_seed(7, tp_rank=rank)
-    shares = []
-    refused = 0
-    for seed in seeds:
-        drafted = draft_in_group(random_model(seed), ids(), dist.group.WORLD)
-        shares.append(by_verify(random_model(seed), drafted, ids(2, 7, seed=2)))
-        # Numbers of heads that are written as literals are refused rightly.
-        literal = any(getattr(each, "literal", False) for each in random_model(seed).modules())
-        refused += not literal and any("check:" in why for why in drafted.given_up)
-    return {"share": sum(shares) / len(shares), "refused": refused / len(shares)}
-
-
 def check_randoms(seeds: list[int], timeout: float) -> None:
-    for found in run_distributed(randoms, 2, seeds, timeout=timeout):
-        assert found["share"] > 0.75, found
-        assert found["refused"] < 0.02, found
+    names = [str(seed) for seed in seeds]
+    for found in run_distributed(drafted_on_ranks, 2, names, timeout=timeout):
+        shares = [share for share, _ in found.values()]
+        assert sum(shares) / len(shares) > 0.75, found
+        # Numbers of heads that are written as literals are refused rightly.
+        refused = [
+            seed
+            for seed, (_, given_up) in found.items()
+            if any("check:" in why for why in given_up)
+            and not any(getattr(m, "literal", False) for m in model_of(seed).build().modules())
+        ]
+        assert len(refused) / len(seeds) < 0.02, refused
 
 
 def test_random_models() -> None:
@@ -396,12 +371,6 @@ def test_auto_in_one_process_needs_no_draft() -> None:
     assert not any("shard" in str(record) for record in sch.history)
 
 
-def test_what_a_draft_has_not_found_is_refused() -> None:
-    model = STRANGERS["bart"]
-    with fake_world(2), pytest.raises(ValueError, match=r"around all layers, at \['model.decoder'"):
-        apply_schedule(model.build(), "auto", pipeline_cuts=2)
-
-
 # --- what stays whole ----------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("block", "name", "why"),
@@ -448,16 +417,12 @@ class Windows(Own):
         return out.reshape(len(ids) // (196 // self.window // self.window), *out.shape[1:])
 
 
-class Queries(nn.Module):
+def queries() -> nn.Module:
     """A table that is added whole, beside one for tokens of the same number of rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.queries = Own(Gated), nn.Embedding(VOCABULARY, VOCABULARY)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.inner(ids) @ self.queries.weight
-        return out
+    table = nn.Embedding(VOCABULARY, VOCABULARY)
+    return make(
+        lambda self, ids: self.inner(ids) @ self.table.weight, inner=Own(Gated), table=table
+    )
 
 
 class Positions(nn.Embedding):
@@ -479,51 +444,42 @@ class TwoTables(Own):
         return super().forward(ids) + self.positions(ids.shape, given=given)
 
 
-class GroupedHeads(nn.Module):
+def grouped_heads(hidden: int) -> nn.Module:
     """A convolution whose groups are the heads of queries and of keys, as in Zaya."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.q, self.k = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden // 2)
-        self.mix = nn.Conv1d(3 * hidden // 2, 3 * hidden // 2, 3, padding=1, groups=6)
-        self.down = nn.Linear(3 * hidden // 2, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        both = torch.cat([self.q(x), self.k(x)], -1)
-        return self.down(self.mix(both.mT).mT)
+    both = 3 * hidden // 2
+    return make(
+        lambda self, x: self.down(self.mix(torch.cat([self.q(x), self.k(x)], -1).mT).mT),
+        q=nn.Linear(hidden, hidden),
+        k=nn.Linear(hidden, hidden // 2),
+        mix=nn.Conv1d(both, both, 3, padding=1, groups=6),
+        down=nn.Linear(both, hidden),
+    )
 
 
 @pytest.mark.parametrize(
-    "make",
+    "build",
     [
         Lossy,
         Windows,
-        Queries,
+        queries,
         functools.partial(TwoTables, True),
         functools.partial(TwoTables, False),
-        functools.partial(Own, GroupedHeads, Gated),
+        functools.partial(Own, grouped_heads, Gated),
     ],
 )
-def test_modules_that_others_have_too(make: Any) -> None:
-    drafted = slapo.draft(make(), {"ids": ids(3, 13)})
+def test_modules_that_others_have_too(build: Any) -> None:
+    drafted = slapo.draft(build(), {"ids": ids(3, 13)})
     assert drafted.verdict is None
     assert not drafted.given_up
     assert drafted.share > 0.4
 
 
 def test_a_classifier_outside_of_the_base_model_stays_whole() -> None:
-    class Classified(nn.Module):
-        base_model_prefix = "inner"
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(24, 48), nn.Linear(48, 24), nn.Linear(24, 48))
-            self.classifier = nn.Linear(48, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.classifier(self.inner(x).relu())
-
-    drafted = slapo.draft(Classified(), torch.randn(3, 24))
+    inner = nn.Sequential(nn.Linear(24, 48), nn.Linear(48, 24), nn.Linear(24, 48))
+    forward = lambda self, x: self.classifier(self.inner(x).relu())  # noqa: E731
+    model: Any = make(forward, inner=inner, classifier=nn.Linear(48, 2))
+    model.base_model_prefix = "inner"
+    drafted = slapo.draft(model, torch.randn(3, 24))
     assert drafted.verdict is None
     assert [why.partition(":")[0] for why in drafted.given_up] == ["classifier.weight"]
     assert drafted.share > 0.4
@@ -584,35 +540,33 @@ def test_the_proof_runs_one_layer_of_each_kind(
     assert drafted.share > 0.95
 
 
-class Stuck(nn.Module):
+def stuck() -> nn.Module:
     """Layers that cannot be sharded."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(SizesOfInputs() for _ in range(2))
-        self.norm = nn.LayerNorm(24)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Any:
         for layer in self.layers:
             x = x + layer(x)
         return self.norm(x)
+
+    layers = nn.ModuleList(SizesOfInputs() for _ in range(2))
+    return make(forward, layers=layers, norm=nn.LayerNorm(24))
 
 
 def test_a_model_of_which_nothing_is_sharded_is_refused_over_ranks() -> None:
     """Else each rank would do the work of one process, and no message would say so."""
     x = torch.randn(3, 7, 24)
-    words = r"no parameter of Stuck can be sharded, .*left whole: layers.*use tp=1"
+    words = r"no parameter of Made can be sharded, .*left whole: layers.*use tp=1"
     with fake_world(2), pytest.raises(slapo.SlapoError, match=words):
-        apply_schedule(Stuck(), "auto", example_inputs=x, group=dist.group.WORLD)
+        apply_schedule(stuck(), "auto", example_inputs=x, group=dist.group.WORLD)
 
 
 def test_tokens_stay_whole_where_no_layer_is_sharded() -> None:
     """Attention over this rank's tokens alone would raise no error."""
-    drafted = slapo.draft(Stuck(), torch.randn(3, 7, 24))
+    drafted = slapo.draft(stuck(), torch.randn(3, 7, 24))
     assert drafted.verdict is None
     assert not drafted.recipe.splits
     with fake_world(2), pytest.raises(ValueError, match="the draft shards no layer"):
-        apply_schedule(Stuck(), drafted.recipe, sequence_parallel=True, group=dist.group.WORLD)
+        apply_schedule(stuck(), drafted.recipe, sequence_parallel=True, group=dist.group.WORLD)
 
 
 def test_sizes_that_are_equal() -> None:
@@ -648,13 +602,9 @@ def test_gradients_through_writes_in_place() -> None:
 
 
 def test_an_operation_of_ones_own() -> None:
-    class Odd(nn.Module):
-        def __init__(self, hidden: int) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(hidden, 64), nn.Linear(64, hidden)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.down(torch.ops.slapo_tests.odd(self.up(x)))
+    def odd_pair(hidden: int) -> nn.Module:
+        layers = {"up": nn.Linear(hidden, 64), "down": nn.Linear(64, hidden)}
+        return make(lambda self, x: self.down(torch.ops.slapo_tests.odd(self.up(x))), **layers)
 
     @torch.library.custom_op("slapo_tests::odd", mutates_args=())
     def odd(x: torch.Tensor) -> torch.Tensor:
@@ -662,11 +612,11 @@ def test_an_operation_of_ones_own() -> None:
 
     odd.register_fake(torch.empty_like)
     odd.register_autograd(lambda ctx, grad: grad * 3)
-    drafted = slapo.draft(own(Odd), ids())
+    drafted = slapo.draft(own(odd_pair), ids())
     assert "no axis rule for slapo_tests::odd" in drafted.left_whole["blocks.0.up.weight"][0]
     slapo.register_axis_rule("slapo_tests::odd", lambda call: [call.axes[0]])
     slapo.register_place_rule("slapo_tests::odd", lambda call: call.places[0])
-    drafted = slapo.draft(own(Odd), ids())
+    drafted = slapo.draft(own(odd_pair), ids())
     assert drafted.recipe.splits["blocks.*.up"] == "columns"
     assert drafted.verdict is None
 
@@ -705,69 +655,16 @@ def test_ranks_agree_with_dropout() -> None:
         assert torch.equal(parameter, second[name]), name
 
 
-# --- bad input -----------------------------------------------------------------------------------
-def test_mistakes() -> None:
-    model = own(Packed, Gated)
-    with pytest.raises(ValueError, match="nothing can be sharded over 1 ranks"):
-        slapo.draft(model, ids(), ranks=1)
-    with pytest.raises(
-        ValueError,
-        match=r"no shardable axis is divisible by 7 ranks.* are 4 \('blocks.0.qkv.*96 \(",
-    ):
-        slapo.draft(model, ids(), ranks=7)
-    with pytest.raises(TypeError, match="takes a model and a number of ranks"):
-        slapo.draft("model", ids())  # type: ignore[arg-type]
-    with pytest.raises(slapo.SlapoError, match=r"'blocks.1.down' .* fails with RuntimeError"):
-        broken = own(Packed, Gated)
-        broken.blocks[1].down = nn.Linear(7, 32)  # type: ignore[union-attr]
-        slapo.draft(broken, ids())
-    with pytest.raises(slapo.SlapoError, match="fails with TypeError"):
-        slapo.draft(model, {"wrong": ids()})
-    with pytest.raises(slapo.SlapoError, match="OptimizedModule is already wrapped or compiled"):
-        slapo.draft(torch.compile(model), ids())  # type: ignore[arg-type]
-    sch = slapo.create_schedule(own(Packed))
-    sch["blocks.0"].checkpoint()
-    with pytest.raises(slapo.SlapoError, match="Own is already scheduled"):
-        slapo.draft(sch.mod, ids())
-
-
-class Counting(nn.Module):
-    """How many samples it runs depends on values."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x[(x > 0).nonzero()[:, 0].unique()].sum(0)
-
-
-def test_values_of_data_on_fakes() -> None:
-    with torch.device("meta"):
-        large = nn.Sequential(nn.Linear(8192, 8192), Counting())
-    with pytest.raises(
-        slapo.SlapoError, match=r"'1' .*draft for a smaller model of the same class"
-    ):
-        slapo.draft(large, torch.ones(3, 8192))
-
-
+# --- bad input: more in ``tests/golden/mistakes/draft.txt`` ---------------------------------------
 def test_a_recipe_of_another_model() -> None:
     drafted = slapo.draft(own(Packed, Gated), ids())
     with fake_world(2), pytest.raises(ValueError, match=r"blocks\.0\.qkv"):
         drafted.apply(slapo.create_schedule(own(Alibi, Gated)))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "column",
-        "columns(",
-        "rows(a)(b)",
-        "'rows'",
-        "shard(weight)",
-        "rows(parts=2)",
-        "sum_grad(**all)",
-    ],
-)
-def test_words_that_there_are_not(text: str) -> None:
-    with pytest.raises(ValueError, match=r"not a word of a table|not a list of words"):
-        words_of(text)
+def test_words_that_are_no_list() -> None:
+    with pytest.raises(ValueError, match=r"not a list of words"):
+        words_of("columns(")
 
 
 def test_a_module_may_have_several_entries() -> None:
@@ -798,29 +695,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert said.out.startswith("from slapo.model_schedule import Recipe")
     assert "sharded, with" in said.err
     assert main(["draft", f"{script}:nothing"]) == 1
-    assert main(["draft", f"{script}:make", "--tp", "1"]) == 1
-    assert "draft for 2 or more" in capsys.readouterr().err
 
 
 def test_the_command_on_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     STRANGERS["stablelm"].build(num_hidden_layers=6).config.save_pretrained(tmp_path)
     assert main(["draft", str(tmp_path)]) == 0
     assert '"layers.*.mlp.down_proj": "rows"' in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("key", ["auto", "draft"])
-def test_keys_for_any_model_are_listed(key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipes"]) == 0
-    assert f"\n{key} " in capsys.readouterr().out
-    assert main(["recipes", key]) == 0
-    assert "``ckpt_ratio``" in capsys.readouterr().out
-
-
-def test_recipes_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    drafted = slapo.draft(Own(Gated), ids())
-    text = str(drafted.recipe)
-    assert "  blocks.*.down: rows" in text
-    assert isinstance(drafted.left_whole, Mapping)
 
 
 def edited(rank: int, world_size: int, page: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -69,36 +70,21 @@ def test_families_that_cannot_be_cut(key: str) -> None:
 
 
 # --- where stages end ----------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("costs", "stages", "ends"),
-    [
-        ([1, 1, 1, 1], 2, [1]),
-        ([1, 1, 1, 1], 4, [0, 1, 2]),
-        ([1, 1, 1, 1], 1, []),
-        ([1, 1, 1, 1, 1], 3, [0, 2]),
-        ([5, 1, 1, 1], 2, [0]),
-        ([1, 1, 1, 1, 1, 1, 6], 2, [5]),
-        ([3, 1, 1, 3], 3, [0, 2]),
-    ],
-)
-def test_even_cuts(costs: list[float], stages: int, ends: list[int]) -> None:
-    assert even_cuts(costs, stages) == ends
-
-
 def test_even_cuts_are_the_best() -> None:
     """Against all ways to cut."""
-    from itertools import combinations
-    from random import Random
-
-    random = Random(1)
+    chance = random.Random(1)
     for _ in range(200):
-        costs = [random.choice([1, 2, 3, 7.5]) for _ in range(random.randint(1, 8))]
-        stages = random.randint(1, len(costs))
-        best = min(dearest(costs, ends) for ends in combinations(range(len(costs) - 1), stages - 1))
+        costs = [chance.choice([1, 2, 3, 7.5]) for _ in range(chance.randint(1, 8))]
+        stages = chance.randint(1, len(costs))
+        best = min(
+            dearest(costs, ends)
+            for ends in itertools.combinations(range(len(costs) - 1), stages - 1)
+        )
         ends = even_cuts(costs, stages)
         assert len(ends) == stages - 1
         assert ends == sorted(set(ends))
         assert dearest(costs, ends) == pytest.approx(best)
+    assert even_cuts([1] * 5, 3) == [0, 2]  # the first of those that are as good
 
 
 def dearest(costs: list[float], ends: Any) -> float:
@@ -109,17 +95,6 @@ def dearest(costs: list[float], ends: Any) -> float:
 def test_a_head_counts_for_the_last_layer() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 100))
     assert layer_costs(model, ["0", "1"], "2") == [4.0, 204.0]
-
-
-def test_more_stages_than_layers() -> None:
-    with pytest.raises(ValueError, match="4 layers cannot fill 5 stages"):
-        apply_schedule(MODELS["llama"].build(), "llama", pipeline_cuts=5)
-
-
-@pytest.mark.parametrize("cuts", [[3], [-1], [1, 1], [2, 1], [0.5], ["1"]])
-def test_wrong_cuts(cuts: list[Any]) -> None:
-    with pytest.raises(ValueError, match="pass increasing indices of layers"):
-        apply_schedule(MODELS["llama"].build(), "llama", pipeline_cuts=cuts)
 
 
 def test_cuts_of_two_stacks() -> None:

@@ -18,61 +18,25 @@ from slapo.sharding.state import sharding_of
 from slapo.verify.placement.offline import fake_world
 from tests.distributed import run_distributed
 from tests.fingerprint import refused
-from tests.model_schedule.models import MODELS, tokens, transformers
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 131,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "use_cache": False,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
-
-
-def stranger(name: str, config: str = "", **settings: Any) -> Any:
-    made = getattr(transformers, config or f"{name}Config")(**{**SIZES, **settings})
-    torch.manual_seed(0)
-    return getattr(transformers, f"{name}ForCausalLM")(made)
+from tests.model_schedule.models import MODELS, decoder, tokens, transformers
 
 
 # --- other families ------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("name", "key", "settings", "says"),
-    [
-        ("Qwen3", "llama", {}, r"\['q_norm.weight', 'k_norm.weight'\] in a"),
-        ("Gemma3", "llama", {"config": "Gemma3TextConfig", "head_dim": 8}, "q_norm"),
-        ("Qwen2Moe", "mixtral", {"moe_intermediate_size": 32}, "shared_expert.gate_proj.w"),
-        (
-            "Starcoder2",
-            "llama",
-            {},
-            r"lack: .*mlp.gate_proj.*key of the model's own family or 'auto'",
-        ),
-        (
-            "StableLm",
-            "llama",
-            {},
-            "the recipe of another family, given for StableLmForCausalLM, fails",
-        ),
-        # Of the same modules, with numbers of its own between them: proved, and so taken.
-        ("Granite", "llama", {}, ""),
-        ("Olmo", "llama", {}, ""),
-    ],
-)
-def test_a_recipe_of_another_family(name: str, key: str, settings: Any, says: str) -> None:
-    model = stranger(name, **settings)
+def test_a_recipe_of_another_family_that_fails_the_proof() -> None:
+    """``tests/golden/mistakes/apply_schedule.txt`` has those that fail before it."""
+    model = decoder("StableLm").build()
     before = str(model)
-    with fake_world(2, 1):
-        if not says:
-            apply_schedule(model, key)
-            return
-        with pytest.raises((ValueError, slapo.PlacementError), match=says):
-            apply_schedule(model, key)
+    says = "the recipe of another family, given for StableLmForCausalLM, fails"
+    with fake_world(2, 1), pytest.raises(slapo.PlacementError, match=says):
+        apply_schedule(model, "llama")
     assert str(model) == before
+
+
+@pytest.mark.parametrize("name", ["Granite", "Olmo"])
+def test_a_recipe_of_another_family_that_is_proved(name: str) -> None:
+    """Of the same modules, with numbers of its own between them."""
+    with fake_world(2, 1):
+        apply_schedule(decoder(name).build(), "llama")
 
 
 def test_heads_that_differ_from_layer_to_layer() -> None:
@@ -99,12 +63,6 @@ def test_layers_in_a_list_of_lists() -> None:
     torch.testing.assert_close(slapo.build(sch)[0].eval()(**batch).logits, wanted)
 
 
-@pytest.mark.parametrize("key", ["llama", "auto"])
-def test_a_wrapped_model(key: str) -> None:
-    with pytest.raises(ValueError, match=r"with the children \['_orig_mod'\], is a wrapper"):
-        apply_schedule(torch.compile(MODELS["llama"].build()), key)
-
-
 # --- adapters ------------------------------------------------------------------------------------
 def adapted(model: nn.Module, *targets: str, seed: int = 3, **options: Any) -> Any:
     peft = pytest.importorskip("peft")
@@ -118,28 +76,6 @@ def adapted(model: nn.Module, *targets: str, seed: int = 3, **options: Any) -> A
         **options,
     )
     return peft.get_peft_model(model, config)
-
-
-def test_adapters_in_one_process() -> None:
-    """Put into a scheduled model, or into one that is scheduled afterwards."""
-    inputs = tokens(3, 9)
-    plain = adapted(MODELS["llama"].build(), "o_proj", "q_proj")
-    before = adapted(
-        slapo.build(apply_schedule(MODELS["llama"].build(), "llama", ckpt_ratio=0.5))[0],
-        "o_proj",
-        "q_proj",
-    )
-    after = adapted(MODELS["llama"].build(), "o_proj", "q_proj")
-    slapo.build(apply_schedule(after.base_model.model, "llama", ckpt_ratio=0.5))
-    plain(**inputs).loss.backward()
-    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    assert len(wanted) == 16
-    for model in (before, after):
-        model(**inputs).loss.backward()
-        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        assert found.keys() == wanted.keys()
-        for name, grad in wanted.items():
-            torch.testing.assert_close(found[name], grad, atol=2e-6, rtol=1e-4)
 
 
 #: Layers with adapters, by key: rows and columns, packed and with biases.
@@ -355,12 +291,9 @@ def test_adapters_of_other_kinds_change_nothing() -> None:
     config = peft.LoraConfig(r=2, target_modules=["0"], use_dora=True)
     model = peft.get_peft_model(Pair(), config)
     with fake_world(2):
-        check_refusal(slapo.create_schedule(model.base_model.model))
-
-
-def check_refusal(sch: Any) -> None:
-    with refused(sch, ValueError, "are not two matrices of LoRA"):
-        sch["layers.0"].shard("weight", axis=0)
+        sch = slapo.create_schedule(model.base_model.model)
+        with refused(sch, ValueError, "are not two matrices of LoRA"):
+            sch["layers.0"].shard("weight", axis=0)
 
 
 def adamw(parameters: Any) -> Any:
@@ -377,14 +310,10 @@ def in_an_engine(rank: int, world_size: int, folder: str) -> None:
     sch = apply_schedule(MODELS["llama"].build(), "llama", group=mesh["tp"])
     mine = adapted(sch.mod, *ADAPTED["llama"], seed=3 + rank)
     engine, plain = built(sch), adapted(MODELS["llama"].build(), *ADAPTED["llama"])
+    engine.train_batch(iter([(dict(batch), batch["labels"])]))
     optimizer = adamw(plain.parameters())
-    for _ in range(3):
-        loss = engine.train_batch(iter([(dict(batch), batch["labels"])]))
-        optimizer.zero_grad()
-        wanted = plain(**batch).loss
-        wanted.backward()
-        optimizer.step()
-        torch.testing.assert_close(loss, wanted.detach(), atol=1e-5, rtol=1e-5)
+    plain(**batch).loss.backward()
+    optimizer.step()
     late = built(apply_schedule(MODELS["llama"].build(), "llama", group=mesh["tp"]))
     adapted(late.module, *ADAPTED["llama"])
     with pytest.raises(slapo.SlapoError, match=r"lora_A\.default\.weight, require gradients"):
@@ -448,12 +377,3 @@ def test_adapters_without_matrices_around_slices_are_refused() -> None:
     config = peft.IA3Config(target_modules=["0"], feedforward_modules=[])
     with fake_world(2), pytest.raises(ValueError, match="has adapters of Linear that are not two"):
         peft.get_peft_model(pair_by_hand(Pair()).mod, config)
-
-
-def test_wrapped_by_adapters() -> None:
-    model = adapted(MODELS["llama"].build(), "q_proj")
-    with pytest.raises(
-        ValueError, match=r"with the children \['base_model'\], is a wrapper around"
-    ):
-        apply_schedule(model, "llama")
-    assert copy.deepcopy(model)(**tokens(2, 5)).loss.isfinite()

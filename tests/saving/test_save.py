@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,7 +20,6 @@ from slapo.command import main
 from slapo.saving.nests import decode, encode
 from slapo.saving.steps import file_of
 from slapo.weights.files import TensorFile
-from slapo.weights.folders import MANIFEST
 from tests.distributed import run_distributed
 from tests.runtimes.ranks import error_of, on_ranks
 
@@ -127,7 +124,6 @@ def test_data_without_a_state_is_told_the_samples(tmp_path: Path) -> None:
     again.load(tmp_path, data=data)
     assert data.number == 2
     assert "without seek()" in error_of(lambda: again.load(tmp_path, data=Data()))
-    assert "without state_dict()" in error_of(lambda: engine.save(tmp_path / "new", data=data))
     engine.step_count += 1
     engine.save(tmp_path, data=Data())
     assert again.load(tmp_path).notes == ("data: its state was saved, but no data= was given",)
@@ -144,11 +140,8 @@ def test_steps_are_kept_listed_and_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "step_00000008").mkdir()
     names = [path.name for path in slapo.checkpoints(tmp_path)]
     assert names == ["step_00000002", "step_00000003", "step_00000004"]
-    assert "already exists" in error_of(lambda: engine.save(tmp_path))
     assert engine_of().load(tmp_path).step == 4
     assert engine_of().load(tmp_path / "step_00000002").step == 2
-    for keep in (0, -1, 1.5):
-        assert "keep is" in error_of(lambda keep=keep: engine.save(tmp_path, keep=keep))
 
 
 @on_ranks(1)
@@ -188,16 +181,6 @@ def test_beside_training(tmp_path: Path) -> None:
         assert "No space left" in error_of(failing.result)
     engine.save(tmp_path / "run")
     assert len(slapo.checkpoints(tmp_path / "run")) == 3
-
-
-@on_ranks(1)
-def test_a_step_is_no_folder_of_weights(tmp_path: Path) -> None:
-    engine = engine_of()
-    before = {name: value.clone() for name, value in engine.state_dict().items()}
-    path = engine.save(tmp_path / "run").path
-    with pytest.raises(slapo.SlapoError, match=r"is a step of engine\.save; load it"):
-        slapo.load_pretrained(engine, path)
-    assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
 
 
 @on_ranks(1)
@@ -382,13 +365,6 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 # --- what is wrong -------------------------------------------------------------------------------
-def rewrite(path: Path, change: Callable[[Any], Any]) -> None:
-    """Change what a file of JSON holds."""
-    value = json.loads(path.read_text())
-    change(value)
-    path.write_text(json.dumps(value))
-
-
 def flip(path: Path, at: int) -> None:
     """Flip a bit of a byte."""
     data = bytearray(path.read_bytes())
@@ -396,41 +372,16 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-SPOILED: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a flipped bit": (lambda s: flip(s / file_of(0), -9), "is damaged (its checksum differs)"),
-    "a missing file": (
-        lambda s: os.remove(s / file_of(0)),
-        "lacks rank_00000.safetensors, which rank 0",
-    ),
-    "a file that is cut off": (lambda s: os.truncate(s / file_of(0), 5000), "truncated"),
-    "a newer format": (
-        lambda s: rewrite(s / MANIFEST, lambda m: m.update(format=2, versions={"slapo": "9.0"})),
-        "format 2, but this slapo reads format 1; install the one that wrote it: 9.0",
-    ),
-    "no manifest": (lambda s: os.remove(s / MANIFEST), "engine.save has not completed it"),
-    "a damaged manifest": (lambda s: flip(s / MANIFEST, 0), "is damaged"),
-    "an entry that is gone": (
-        lambda s: rewrite(s / MANIFEST, lambda m: m.pop("groups")),
-        "is damaged",
-    ),
-    "another class": (
-        lambda s: rewrite(s / MANIFEST, lambda m: m["model"].update({"class": "Other"})),
-        "holds a Other, but this model is a Model",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", SPOILED)
 @on_ranks(1)
-def test_a_step_that_is_spoiled(tmp_path: Path, kind: str) -> None:
-    spoil, expected = SPOILED[kind]
+def test_a_step_that_is_spoiled(tmp_path: Path) -> None:
+    """``tests/golden/mistakes/engine.txt`` has other ways; nothing has changed after any."""
     engine = engine_of()
     steps(engine, Data())
     step = engine.save(tmp_path).path
-    spoil(step)
+    flip(step / file_of(0), -9)
     other = engine_of()
     before = {n: v.clone() for n, v in other.state_dict().items()}
-    assert expected in error_of(lambda: other.load(step))
+    assert "is damaged (its checksum differs)" in error_of(lambda: other.load(step))
     assert all(torch.equal(v, before[n]) for n, v in other.state_dict().items())
     assert other.step_count == 0
     assert not other.optimizer.state
@@ -438,48 +389,15 @@ def test_a_step_that_is_spoiled(tmp_path: Path, kind: str) -> None:
 
 
 @on_ranks(1)
-def test_what_does_not_fit(tmp_path: Path) -> None:
+def test_weights_of_a_step_need_no_optimizer(tmp_path: Path) -> None:
     engine = engine_of()
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    assert "holds nothing" in error_of(lambda: engine.load(empty))
-    assert "does not exist" in error_of(lambda: engine.load(tmp_path / "nowhere"))
-    assert "only is 'model'" in error_of(lambda: engine.load(empty, only="model"))
     steps(engine, Data())
     engine.save(tmp_path / "run")
-    wider = engine_of(model=Model(width=16))
-    assert "first.weight is (8, 4) there, (16, 4) here" in error_of(
-        lambda: wider.load(tmp_path / "run")
-    )
-    sgd = engine_of(OPTIMIZERS["SGD"])
-    assert "saved with AdamW, but this engine has SGD" in error_of(
-        lambda: sgd.load(tmp_path / "run")
-    )
     without = engine_of(optimizer=None)
-    assert "this engine has no optimizer" in error_of(lambda: without.load(tmp_path / "run"))
     without.load(tmp_path / "run", only="weights")
     x, y = next(Data())
     engine.backward(nn.functional.mse_loss(engine(x), y))
-    for act in (lambda: engine.save(tmp_path / "new"), lambda: engine.load(tmp_path / "run")):
-        assert "call step() first" in error_of(act)
-
-
-class Own(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
-@on_ranks(1)
-def test_a_tensor_of_its_own_is_refused(tmp_path: Path) -> None:
-    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 1)))
-    sch["1"].replace(Own())
-    engine, _ = slapo.build(sch, target="torch", mesh=slapo.init_mesh(device="cpu"), optimizer=adam)
-    assert "['1.weight'] come from no tensor" in error_of(lambda: engine.save(tmp_path / "run"))
-    assert not (tmp_path / "run").exists()
+    assert "call step() first" in error_of(lambda: engine.load(tmp_path / "run"))
 
 
 def test_a_bounded_queue_stays_bounded() -> None:
@@ -500,19 +418,9 @@ class Raises(Data):
         raise KeyError("no state")
 
 
-class Odd(Data):
-    def state_dict(self) -> dict[str, Any]:
-        return {"iterator": [iter("abc")]}
-
-
 @on_ranks(1)
-def test_data_and_schedulers_whose_state_cannot_be_had(tmp_path: Path) -> None:
+def test_data_whose_state_cannot_be_had(tmp_path: Path) -> None:
     engine = engine_of()
-    bare = engine_of(lr_scheduler=lambda o: SimpleNamespace(step=lambda: None))
-    told = error_of(lambda: bare.save(tmp_path / "run"))
-    assert "lr_scheduler is a SimpleNamespace without state_dict()" in told
     assert "no state" in error_of(lambda: engine.save(tmp_path / "run", data=Raises()))
-    told = error_of(lambda: engine.save(tmp_path / "run", data=Odd()))
-    assert "state['data']['iterator'][0] is a str_ascii_iterator, which cannot be saved" in told
     assert not (tmp_path / "run").exists()
     steps(engine, Data())

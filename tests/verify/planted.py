@@ -98,9 +98,12 @@ def is_right(name: str, place: str) -> bool:
 
 
 # --- tensor parallelism ---------------------------------------------------------------------------
-GPT2, LLAMA, BERT = "transformer.h.1", "model.layers.1", "bert.encoder.layer.1"
-QWEN3 = LLAMA
-LAYERS = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3, "bert": BERT, "t5": "encoder.block.1"}
+#: Family -> the second layer of its first stack.
+LAYERS = {
+    name: FAMILIES[name].stacks[0].layers.replace("*", "1")
+    for name in ("gpt2", "llama", "qwen3", "bert", "t5")
+}
+GPT2, LLAMA, QWEN3, BERT, _ = LAYERS.values()
 
 
 def tensor_parallel(
@@ -170,29 +173,19 @@ def gathered_as_if_whole(steps: Steps, right: Any, sch: Schedule, stack: Stack) 
     last.annotate("weight", "partial_grad", True)
 
 
-#: Of attention and MLP, where they are entered, a column and the row.
-_REGIONS = {
-    "gpt2": (("attn", "attn.c_attn", "attn.c_proj"), ("mlp", "mlp.c_fc", "mlp.c_proj")),
-    "llama": (("self_attn", "", "self_attn.o_proj"), ("mlp", "", "mlp.down_proj")),
-    "qwen3": (("self_attn", "", "self_attn.o_proj"), ("mlp", "", "mlp.down_proj")),
-    "bert": (
-        ("attention.self", "", "attention.output.dense"),
-        ("intermediate", "intermediate.dense", "output.dense"),
-    ),
-    "t5": (
-        ("layer.0.SelfAttention", "", "layer.0.SelfAttention.o"),
-        ("layer.1.DenseReluDense", "layer.1.DenseReluDense.wi", "layer.1.DenseReluDense.wo"),
-    ),
-}
-for _family, _regions in _REGIONS.items():
-    for _part, (_enter, _column, _row) in zip(("attention", "mlp"), _regions, strict=True):
-        _places = [f"{LAYERS[_family]}.{path}" for path in (_enter, _column) if path]
+for _family in LAYERS:
+    for _part, _region in zip(
+        ("attention", "mlp"), FAMILIES[_family].stacks[0].regions, strict=True
+    ):
+        _columns = [path for path, *_ in _region.columns]
+        _paths = [_region.enter, *(_columns if len(_columns) == 1 else ())]
+        _places = [f"{LAYERS[_family]}.{path}" for path in _paths]
         if _family == "t5":  # whose decoder has the same paths
             _places += [path.replace("encoder", "decoder") for path in _places]
         _name = f"{_family}: no sum behind the {_part}"
-        tensor_parallel(_name, "row", _row, planted.no_forward_sync)
+        tensor_parallel(_name, "row", _region.rows[-1][0], planted.no_forward_sync)
         _name = f"{_family}: no sum of gradients before the {_part}"
-        tensor_parallel(_name, "enter", _enter, left_out, *_places)
+        tensor_parallel(_name, "enter", _region.enter, left_out, *_places)
 
 for _name, _method, _about, _change in (
     ("gpt2: output summed twice", "row", "mlp.c_proj", times(2.0)),

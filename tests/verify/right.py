@@ -50,17 +50,6 @@ def scheduled(apply: Any) -> Any:
     return apply
 
 
-_LAYERS = {
-    "gpt2": ["transformer.h.*"],
-    "llama": ["model.layers.*"],
-    "qwen3": ["model.layers.*"],
-    "mixtral": ["model.layers.*"],
-    "bert": ["bert.encoder.layer.*"],
-    "t5": ["encoder.block.*", "decoder.block.*"],
-    "conv": ["blocks.*"],
-}
-
-
 @scheduled
 def tensor_parallel(sch: Schedule, family: str) -> None:
     if family == "conv":
@@ -76,7 +65,8 @@ def sequence_parallel(sch: Schedule, family: str) -> None:
 
 @scheduled
 def checkpoints(sch: Schedule, family: str) -> None:
-    for pattern in _LAYERS[family]:
+    stacks = () if family == "conv" else FAMILIES[family].stacks
+    for pattern in [stack.layers for stack in stacks] or ["blocks.*"]:
         sch.select(pattern).checkpoint()
 
 
