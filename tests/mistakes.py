@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import tempfile
 from collections.abc import Callable
@@ -50,6 +51,18 @@ def stack() -> Schedule:
 def one(module: nn.Module) -> Schedule:
     """A schedule of a model whose child "0" is the module."""
     return slapo.create_schedule(nn.Sequential(module))
+
+
+def trained(model: nn.Module | None = None, **options: Any) -> Any:
+    """An engine of PyTorch in this process."""
+    given = {"loss_fn": F.mse_loss, "optimizer": functools.partial(torch.optim.SGD, lr=0.1)}
+    mesh, sch = slapo.init_mesh(device="cpu"), slapo.create_schedule(model or Stack())
+    return slapo.build(sch, "torch", mesh=mesh, **{**given, **options})[0]
+
+
+def x_and_y() -> Any:
+    """A batch for it."""
+    return iter([(torch.ones(2, 4), torch.zeros(2, 4))])
 
 
 def tp(choose: Any) -> dict[str, Any]:

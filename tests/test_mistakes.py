@@ -166,13 +166,14 @@ def test_what_users_of_two_ranks_are_told(
 #: Says what to do, or what there is to choose from.
 REMEDY = re.compile(
     r"(?:[;:,.?] |- )(?:(?:and|or) )?"
-    r"(?:add|apply|bind|build|call|checkpoint|choose|copy|create|cut|declare|decompose"
+    r"(?:add|apply|bind|build|call|change|checkpoint|choose|copy|create|cut|declare|decompose"
     r"|derive|fix|fuse|give|keep|launch|leave|look|loosen|make|move|name|number|pad|pass"
     r"|pick|put|raise|rename|replace|replay|return|run|schedule|set|shard|take|trace|use"
     r"|write)\b"
     r"|did you mean"
     r"|\b(?:known|nearest paths|there|candidates|classes|parameters|primitives) are |it has \['"
-    r"|\btakes (?:[([]|a )|must be a|may name|; a pattern calls|the graph calls '"
+    r"|\btakes (?:[([]|a )|must be (?:a|one number)|must return one|may name|; a pattern calls"
+    r"|the graph calls '"
     r"|children are items|the module's attribute is|\.trace\(flatten=True\)|\.decompose\(\)"
     r"|primitives applied there:\n|must be the same on every rank"
 )

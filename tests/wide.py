@@ -79,16 +79,9 @@ WIDE: dict[str, tuple[str, ...]] = {
     "runtimes/test_communication.py::test_several_stages_on_a_rank_send_to_other_ranks_only": (
         "zbv",
     ),
-    "runtimes/test_contract.py::test_training": ("megatron-2x1x1", "megatron-1x1x1"),
     "runtimes/test_contract.py::test_what_must_be_alike_is_compared": (
         "megatron-dp",
         "megatron-tp",
-    ),
-    "runtimes/test_deepspeed.py::test_training_equals_one_process": (
-        "dp2-(1, 2, 1)",
-        "tp2-(1, 1, 2)",
-        "four ranks-(2, 2, 1)",
-        "eight ranks-(2, 2, 2)",
     ),
     "runtimes/test_engine.py::test_losses_that_count_are_exact": (
         "torch-2x1x1-[{'backend': 'aot_eager'}]",

@@ -17,22 +17,8 @@ from slapo.framework_dialect.pytorch.placement import SCHEDULES
 from slapo.pipeline.boundaries import Boundaries, ShapeProbe, TensorMeta, describe_tensors
 from tests.communication import Collectives
 from tests.runtimes.alone import Alone, compare, whole
-from tests.runtimes.contract import VOCABULARY, build, data, loss_fn, make, seeded, sgd
+from tests.runtimes.contract import VOCABULARY, build, loss_fn, make, seeded, sgd
 from tests.runtimes.ranks import on_ranks
-
-
-# --- placement -----------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("name", "stages", "expected"),
-    [
-        ("1f1b", 4, [(0,), (1,), (2,), (3,)]),
-        ("interleaved_1f1b", 8, [(0, 4), (1, 5), (2, 6), (3, 7)]),
-        ("zbv", 8, [(0, 7), (1, 6), (2, 5), (3, 4)]),
-    ],
-)
-def test_where_stages_run(name: str, stages: int, expected: list[tuple[int, ...]]) -> None:
-    schedule = SCHEDULES[name]
-    assert [schedule.stages_of(rank, stages, 4) for rank in range(4)] == expected
 
 
 def test_what_schedules_refuse() -> None:
@@ -57,16 +43,6 @@ def test_a_state_that_does_not_fit() -> None:
         engine.load_state_dict({"weight": torch.ones(3, 2)}, strict=False)
     engine.load_state_dict({"weight": weight}, strict=False)
     assert torch.equal(engine.state_dict()["weight"], weight)
-
-
-def test_an_engine_without_optimizer_evaluates() -> None:
-    engine = build(nn.Linear(2, 2), optimizer=None)
-    assert engine.optimizer is None
-    assert engine.eval_batch(iter([(torch.ones(3, 2), torch.ones(3, 2))])).dim() == 0
-    with pytest.raises(slapo.SlapoError, match="train_batch needs an optimizer"):
-        engine.train_batch(iter([]))
-    with pytest.raises(slapo.SlapoError, match=r"step\(\) needs an optimizer"):
-        engine.step()
 
 
 # --- probes --------------------------------------------------------------------------------------
@@ -272,18 +248,6 @@ def test_stages_within_an_encoder_of_torch() -> None:
     assert max(apart.values()) < 1e-6, apart
     evaluated = engine.eval_batch(iter([(ids, ids)])).item()
     assert evaluated == pytest.approx(reference.evaluate((ids, ids))[0], abs=1e-6)
-
-
-@on_ranks(2)
-def test_a_stage_may_train_nothing() -> None:
-    """As in fine-tuning."""
-    model = seeded()
-    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-    for module in (model.emb, model.h[0], model.h[1]):
-        module.requires_grad_(False)
-    alone = Alone(model, loss_fn, sgd, clip=1.0)
-    engine = make("torch", (2, 1, 1), model=model, clip_grad_norm=1.0)
-    assert max(compare(engine, alone, data(3)).values()) < 1e-5
 
 
 @on_ranks(2)
