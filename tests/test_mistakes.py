@@ -166,9 +166,9 @@ def test_what_users_of_two_ranks_are_told(
 #: Says what to do, or what there is to choose from.
 REMEDY = re.compile(
     r"(?:[;:,.?] |- )(?:(?:and|or) )?"
-    r"(?:add|apply|bind|build|call|change|checkpoint|choose|copy|create|cut|declare|decompose"
+    r"(?:add|apply|bind|build|call|change|checkpoint|choose|connect|copy|create|cut|declare|decompose"
     r"|derive|fix|fuse|give|keep|launch|leave|look|loosen|make|move|name|number|pad|pass"
-    r"|pick|put|raise|rename|replace|replay|return|run|schedule|set|shard|take|trace|use"
+    r"|pick|put|raise|remove|rename|replace|replay|return|run|schedule|set|shard|take|trace|use"
     r"|write)\b"
     r"|did you mean"
     r"|\b(?:known|nearest paths|there|candidates|classes|parameters|primitives) are |it has \['"
@@ -177,8 +177,11 @@ REMEDY = re.compile(
     r"|children are items|the module's attribute is|\.trace\(flatten=True\)|\.decompose\(\)"
     r"|primitives applied there:\n|must be the same on every rank"
 )
-#: A value: in quotes, in brackets, a number, or what was given.
-VALUE = re.compile(r"'[^']+'|\"[^\"]+\"|\[.*\]|\d|\bgot \w+|\w+=\w+|<lambda>")
+#: A value: in quotes, in brackets, a number, a class, or what was given.
+VALUE = re.compile(
+    r"'[^']+'|\"[^\"]+\"|\[.*\]|\(\)|\d|\bgot \w+|\w+=\w+|<lambda>|: \w+ and \w+;"
+    r"|\b[A-Z][a-z]+[A-Z]\w+|\bon [A-Z]\w+:"
+)
 
 
 def check_parts(file: Path, told: list[Told]) -> None:

@@ -605,23 +605,6 @@ def test_training_flags_of_the_graph_are_values_like_others():
     assert number(lambda x: F.dropout(x, training=False)) == 0
 
 
-# --- wrong patterns, beside ``golden/mistakes/find.txt`` ---
-
-
-@pytest.mark.parametrize(
-    ("pattern", "message"),
-    [
-        (lambda x, y: (x.exp(), y.sin()), "share no value"),
-        (Pattern, "defines no forward"),
-        (lambda x: None, "no operation"),
-        (lambda x: F.gelu(x, x, x, x), "cannot be traced|does not take"),
-    ],
-)
-def test_wrong_patterns(pattern, message):
-    with pytest.raises(ValueError, match=message):
-        found(Mlp(), pattern)
-
-
 def test_very_long_patterns():
     def chain(number):
         def code(x):

@@ -209,13 +209,6 @@ def test_steps_inside_of_autocast() -> None:
 
 
 @on_ranks(2)
-def test_a_pipeline_has_no_use_for_options_of_ddp() -> None:
-    text = r"\['bucket_cap_mb'\], but pipelines average gradients without DDP"
-    with pytest.raises(TypeError, match=text):
-        make("torch", (2, 1, 1), data_parallel_options={"bucket_cap_mb": 1})
-
-
-@on_ranks(2)
 def test_parameters_that_ddp_waits_for_are_named_before_the_first_step() -> None:
     torch.manual_seed(0)
     engine = build(WithUnused(), layout=(1, 2, 1))

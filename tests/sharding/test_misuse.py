@@ -192,13 +192,6 @@ def inputs_in_objects_and_by_keyword(rank: int, world: int) -> None:
 
 
 # --- around the model ----------------------------------------------------------------------------
-
-
-def test_a_model_that_is_wrapped_already() -> None:
-    with pytest.raises(TypeError, match=r"is a DataParallel already.*schedule the model itself"):
-        slapo.create_schedule(nn.DataParallel(MLP()))
-
-
 def test_optimizers_of_what_was_taken_out_go_on() -> None:
     model = MLP()
     sch = slapo.create_schedule(model)
