@@ -30,6 +30,8 @@ from tests.graph.served import (
     rewritten,
     scheduled,
 )
+from tests.graph.test_capture import arithmetic, asks, branches, no_grad_within, optional
+from tests.graph.test_children import none_of_parts
 from tests.primitives.models import DataDependent, OneLayer, Stack
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
@@ -41,34 +43,15 @@ def given_to(tracer: str, inputs: Any = X) -> Any:
 
 
 # --- previews ------------------------------------------------------------------------------------
-def doubles_half(self: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        y = self.fc(x)
-    return self.fc(y.float())
-
-
-def asks_type(self: Any, x: Any) -> Tensor:
-    return x * 2 if isinstance(x, Tensor) and x.__class__ is Tensor else x  # type: ignore
-
-
-def asks_none(self: Any, x: Tensor) -> Tensor:
-    y, w = self.child(x)
-    return y * 3 if w is None else y  # type: ignore[no-any-return]
-
-
-def draws_constant(self: Any, x: Tensor) -> Tensor:
-    return x * torch.rand_like(x) if self.training else x
-
-
 PREVIEWED: dict[str, Callable[..., Any]] = {
-    "a region": doubles_half,
-    "a type": asks_type,
-    "a part that is none": asks_none,
+    "a region": no_grad_within,
+    "a type": asks(lambda x: isinstance(x, Tensor) and x.__class__ is Tensor),
+    "a part that is none": none_of_parts,
     "a backward of its own": lambda self, x: Tripled.apply(self.fc(x)),
-    "a mode": lambda self, x: self.fc(x).relu() if self.training else x,
-    "numbers": draws_constant,
-    "a size": lambda self, x: x * x.shape[0] + x.new_ones(x.size(0), 1),
-    "an argument": lambda self, x, mask=None: x if mask is None else x + mask,
+    "a mode": branches,
+    "numbers": lambda self, x: x * torch.rand_like(x) if self.training else x,
+    "a size": arithmetic,
+    "an argument": optional,
 }
 
 

@@ -173,16 +173,6 @@ def gelu_of_fc1(x: Tensor) -> Tensor:
     return F.gelu(slapo.call_module("fc1", x))
 
 
-def test_vertical() -> None:
-    sch = slapo.create_schedule(Block())
-    new = gelu_mlp()
-    assert sch.replace(new, sch.find(gelu_of_fc1)) is sch
-    assert list(sch.child) == ["fc2", "drop", "Sequential_0"]
-    assert sch["Sequential_0"].mod is new
-    expected = sch.mod.fc2(new(X)) + X
-    assert torch.allclose(sch.mod(X), expected)
-
-
 def test_names_take_the_first_free_number() -> None:
     sch = slapo.create_schedule(Stack())
     sch.trace(flatten=True)

@@ -11,6 +11,7 @@ from torch import nn
 
 import slapo
 from slapo.framework_dialect.batches import Batch, target_counts
+from tests.graph.served import make as module_of
 from tests.runtimes.alone import Alone, compare
 from tests.runtimes.contract import sgd
 from tests.runtimes.ranks import on_ranks
@@ -141,20 +142,19 @@ def test_declared_axes() -> None:
     assert [part.samples() for part in parts[0].cut(2)] == [1, 1]
 
 
-class Positions(nn.Module):
+def embeds(self: Any, ids: Any, positions: Any, mask: Any, scale: Any) -> Any:
     """Takes positions of three axes, a mask for all samples, and a number."""
+    hidden = self.embedding(ids) + self.positions(positions).sum(0)
+    for layer in self.layers:
+        hidden = hidden + torch.tanh(layer(hidden)) * mask * scale
+    return self.head(hidden)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.positions = nn.Embedding(32, 8), nn.Embedding(32, 8)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        self.head = nn.Linear(8, 32)
 
-    def forward(self, ids: Any, positions: Any, mask: Any, scale: Any) -> Any:
-        hidden = self.embedding(ids) + self.positions(positions).sum(0)
-        for layer in self.layers:
-            hidden = hidden + torch.tanh(layer(hidden)) * mask * scale
-        return self.head(hidden)
+def embedder() -> nn.Module:
+    torch.manual_seed(0)
+    parts = {"embedding": nn.Embedding(32, 8), "positions": nn.Embedding(32, 8)}
+    layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+    return module_of(embeds, **parts, layers=layers, head=nn.Linear(8, 32))
 
 
 def token_loss(logits: Any, targets: Any) -> Any:
@@ -172,8 +172,7 @@ def inputs_of(samples: int, generator: torch.Generator, mask: torch.Tensor) -> d
 
 def start(target: str, layout: Any, inputs: Any, loss_fn: Any, **given: Any) -> tuple[Any, Alone]:
     """An engine of the model, and one process."""
-    torch.manual_seed(0)
-    model, mesh = Positions(), slapo.init_mesh(*layout, device="cpu")
+    model, mesh = embedder(), slapo.init_mesh(*layout, device="cpu")
     alone = Alone(model, loss_fn, sgd)
     sch = slapo.create_schedule(model, group=mesh["tp"])
     if layout[0] > 1:

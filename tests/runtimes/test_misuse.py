@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import slapo
 from slapo.framework_dialect.deepspeed.load import quiet_warnings
 from slapo.framework_dialect.precision import half_of
+from tests.graph.served import make as module_of
 from tests.runtimes.alone import Alone
 from tests.runtimes.contract import (
     Model,
-    WithUnused,
     alone,
     build,
     copied,
@@ -26,6 +26,7 @@ from tests.runtimes.contract import (
     loss_fn,
     make,
     sgd,
+    with_unused,
 )
 from tests.runtimes.ranks import error_of, on_ranks, on_ranks_by_rows
 
@@ -211,7 +212,7 @@ def test_steps_inside_of_autocast() -> None:
 @on_ranks(2)
 def test_parameters_that_ddp_waits_for_are_named_before_the_first_step() -> None:
     torch.manual_seed(0)
-    engine = build(WithUnused(), layout=(1, 2, 1))
+    engine = build(with_unused(), layout=(1, 2, 1))
     before = copied(engine)
     text = r"^\['unused.weight', 'unused.bias'\] got no gradient. DDP misses"
     with pytest.raises(slapo.SlapoError, match=text):
@@ -265,17 +266,16 @@ def test_autocast_to_float16_scales_the_loss() -> None:
     assert norms[1] == pytest.approx(norms[0], rel=1e-2)
 
 
-class Positions(nn.Module):
+def positions(casts: bool) -> nn.Module:
     """A buffer whose numbers half precision cannot tell apart."""
 
-    def __init__(self, casts: bool) -> None:
-        super().__init__()
-        self.linear, self.casts = nn.Linear(4, 4), casts
-        self.register_buffer("positions", torch.arange(3000.0, 3004.0))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         table = torch.sin(self.positions)
-        return self.linear(x * (table.to(x.dtype) if self.casts else table))
+        return self.linear(x * (table.to(x.dtype) if casts else table))
+
+    model = module_of(forward, linear=nn.Linear(4, 4))
+    model.register_buffer("positions", torch.arange(3000.0, 3004.0))
+    return model
 
 
 @pytest.mark.slow
@@ -283,14 +283,14 @@ class Positions(nn.Module):
 def test_buffers_keep_their_dtype(target: str) -> None:
     """One that the model computes with has to be converted there: torch says so."""
     batch = torch.ones(4, 4), torch.ones(4, 4).bfloat16()
-    engine = build(Positions(casts=True), target, dtype=torch.bfloat16)
+    engine = build(positions(casts=True), target, dtype=torch.bfloat16)
     engine.train_batch(iter([batch]))
     assert engine.module.positions.dtype == torch.float32
-    engine = build(Positions(casts=False), target, dtype=torch.bfloat16, micro_batches=2)
+    engine = build(positions(casts=False), target, dtype=torch.bfloat16, micro_batches=2)
     for step in (engine.eval_batch, engine.train_batch):
         with pytest.raises(RuntimeError, match="same dtype"):
             step(iter([batch]))
-    engine = build(Positions(casts=False).bfloat16(), target, micro_batches=2)
+    engine = build(positions(casts=False).bfloat16(), target, micro_batches=2)
     engine.train_batch(iter([batch]))
 
 
