@@ -16,6 +16,7 @@ from tests.graph.rewrites import (
     SideBySide,
     fuse,
     fusion_of,
+    outcome,
     replace_horizontal,
     replace_node,
     replace_vertical,
@@ -93,35 +94,17 @@ def traced(code: Callable[..., Any]) -> fx.GraphModule:
     return fx.GraphModule(model, graph)
 
 
-def numbers(module: nn.Module, state: dict[str, Tensor]) -> list[Any]:
-    """Values, gradients and buffers of one training step from `state`."""
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+def kept(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Tensors of a module, and their values."""
+    return [(t, t.detach().clone()) for t in (*module.parameters(), *module.buffers())]
+
+
+def numbers(module: nn.Module, before: list[tuple[Tensor, Tensor]]) -> list[Any]:
+    """One training step from the values of `before`."""
     with torch.no_grad():
-        for key, tensor in tensors.items():
-            tensor.copy_(state[key.rsplit(".", 1)[-1] + str(tuple(tensor.shape))])
-    module.zero_grad()
-    torch.manual_seed(1)
-    x, y = (torch.randn(3, SIZE, requires_grad=True) for _ in range(2))
-    out = module(x * 1, y * 1)
-    total = sum(o.float().square().sum() for o in (out if isinstance(out, tuple) else [out]))
-    if total.requires_grad:
-        total.backward()
-    grads = sorted(
-        (float(p.grad.sum()), float(p.grad.norm()))
-        for p in module.parameters()
-        if p.grad is not None
-    )
-    buffers = sorted((float(b.double().sum()), b.shape) for b in module.buffers())
-    return [total, x.grad, y.grad, grads, buffers]
-
-
-def state_of(module: nn.Module) -> dict[str, Tensor]:
-    """A value for each shape and name, whatever the module that holds it is called."""
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    found: dict[str, Tensor] = {}
-    for key, tensor in tensors.items():
-        found.setdefault(key.rsplit(".", 1)[-1] + str(tuple(tensor.shape)), tensor.detach().clone())
-    return found
+        for tensor, value in before:
+            tensor.copy_(value)
+    return outcome(module, *torch.randn(2, 3, SIZE, generator=torch.Generator().manual_seed(1)))
 
 
 def pick(gm: fx.GraphModule, names: str) -> list[fx.Node]:
@@ -437,7 +420,7 @@ UNMOVED = [
 @pytest.mark.parametrize(("code", "chains"), UNMOVED)
 def test_what_leaves_the_numbers_is_done(code, chains):
     gm = traced(code)
-    state = state_of(gm)
+    state = kept(gm)
     expected = numbers(gm, state)
     rewrite(gm, chains)
     gm.graph.lint()
@@ -454,7 +437,7 @@ past_a_checkpoint, past_a_checkpoint_of_the_same = (
 @pytest.mark.parametrize("same", [False, True])
 def test_a_checkpoint_has_the_effects_of_its_operations(same):
     gm = traced(past_a_checkpoint_of_the_same if same else past_a_checkpoint)
-    state = state_of(gm)
+    state = kept(gm)
     chain = pick(gm, "norm_1 relu" if same else "norm relu")
     carry_out(gm, Checkpoint(gm, chain, None, False, None), keep_modules=True)
     expected = numbers(gm, state)
