@@ -30,7 +30,16 @@ from tests.graph.served import (
     rewritten,
     scheduled,
 )
-from tests.graph.test_capture import arithmetic, asks, branches, no_grad_within, optional
+from tests.graph.test_capture import (
+    appends,
+    arithmetic,
+    asks,
+    branches,
+    counts,
+    no_grad_within,
+    optional,
+    stores,
+)
 from tests.graph.test_children import none_of_parts
 from tests.primitives.models import DataDependent, OneLayer, Stack
 
@@ -77,41 +86,22 @@ def slapo_trace_without_warning(sch: Any) -> bool:
         return bool(sch.trace(recursive=False))
 
 
-class Counting(nn.Module):
-    """It counts its calls, as `kind` says."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.fc, self.kind, self.n, self.cache = nn.Linear(4, 4), kind, 0, [0]
-        self.register_buffer("seen", torch.zeros(1000))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "number":
-            self.n += 1
-        elif self.kind == "tensor":
-            self.n = x
-        elif self.kind == "new":
-            self.last = x
-        elif self.kind == "list":
-            self.cache.append(x)
-        elif self.kind == "failure":
-            self.n = x
-            raise RuntimeError("no")
-        elif self.kind == "buffer":
-            self.seen.add_(1)
-        return self.fc(x)
+def fails_after_a_change(self: Any, x: Tensor) -> Tensor:
+    self.calls = x
+    raise RuntimeError("no")
 
 
 @TRACERS
 @pytest.mark.filterwarnings("ignore:.*could not be traced")
-@pytest.mark.parametrize("kind", ["number", "tensor", "new", "list", "failure"])
-def test_a_trace_leaves_no_change_that_a_forward_makes(kind: str, tracer: str) -> None:
-    module = Counting(kind)
+@pytest.mark.parametrize("forward", [counts, stores, appends, fails_after_a_change])
+def test_a_trace_leaves_no_change_that_a_forward_makes(forward: Any, tracer: str) -> None:
+    module: Any = make(forward)
+    module.calls, module.seen = 0, []
     before = dict(vars(module))
     done = slapo.create_schedule(module).trace(tracer=tracer, example_inputs=given_to(tracer))
     assert not done or tracer == "pytorch"
     assert {k for k, v in vars(module).items() if before.get(k) is not v} <= {"_trace"}
-    assert (module.n, module.cache, hasattr(module, "last")) == (0, [0], False)
+    assert (module.calls, module.seen) == (0, [])
     if done:  # without rewrites the forward does what it did; with them a call is refused
         rewrite(module, Nothing())
         with pytest.raises(slapo.TraceError, match=r"cannot trace|changes attribute"):
@@ -120,7 +110,8 @@ def test_a_trace_leaves_no_change_that_a_forward_makes(kind: str, tracer: str) -
 
 @TRACERS
 def test_a_trace_does_not_write_buffers_and_a_call_does(tracer: str) -> None:
-    module = Counting("buffer")
+    module = make(lambda self, x: self.seen.add_(1)[:4] * x)
+    module.register_buffer("seen", torch.zeros(1000))
     seen, version = module.seen, module.seen._version
     sch = slapo.create_schedule(module)
     assert sch.trace(tracer=tracer, example_inputs=given_to(tracer))
