@@ -22,8 +22,15 @@ from slapo.pipeline import generate_pipeline_partition
 from tests.runtimes import layouts
 from tests.runtimes.alone import Alone, compare, compare_by_hand, of_this_rank
 from tests.runtimes.contract import build, data, loss_fn, make, seeded, with_unused
-from tests.runtimes.layouts import MICRO_BATCHES, TOLERANCE, batches, model_of
-from tests.runtimes.megatron_cases import adam, megatron_adam, megatron_sgd
+from tests.runtimes.layouts import (
+    MICRO_BATCHES,
+    TOLERANCE,
+    adam,
+    batches,
+    megatron_adam,
+    megatron_sgd,
+    model_of,
+)
 from tests.runtimes.ranks import error_of, on_ranks, stand_in_for_cuda
 
 pytestmark = [

@@ -289,7 +289,7 @@ def test_optimizers_start_from_values_that_are_not_rounded(
 ) -> None:
     """As a model's would be by bfloat16."""
     if options.get("distributed_optimizer"):
-        from tests.runtimes.megatron_cases import megatron_adam
+        from tests.runtimes.layouts import megatron_adam
 
         options = {"optimizer": megatron_adam(), **options}
     torch.manual_seed(0)
