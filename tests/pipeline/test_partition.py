@@ -349,8 +349,13 @@ def test_inputs_are_bound_as_the_model_does() -> None:
     assert torch.equal(sch.mod(x, y=y), model(x, y))
     with pytest.raises(slapo.SlapoError, match=r"\['y'\] are missing"):
         sch.mod(x)
-    with pytest.raises(slapo.SlapoError, match="flag is True, but the stages were cut for False"):
-        sch.mod(x, y, flag=True)
+    for given, shown in (
+        ((x, y, True), "flag is True, but the stages were cut for False"),
+        ((x, y, x), r"flag is a torch\.float32 tensor"),
+        ((x, None), r"\['y'\] are missing or not tensors {'y': 'NoneType'}"),
+    ):
+        with pytest.raises(slapo.SlapoError, match=shown):
+            sch.mod(*given)
     with pytest.raises(TypeError, match="unexpected keyword argument 'z'"):
         sch.mod(x, y, z=1)
     with pytest.raises(TypeError, match="too many positional arguments"):

@@ -62,14 +62,6 @@ def test_a_module_at_two_places() -> None:
     assert model[0] is model[2] is new is sch["2"].mod
 
 
-def test_a_module_that_wraps_the_old_one() -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
-    sch = slapo.create_schedule(model)
-    old = model[0]
-    sch["0"].replace(nn.Sequential(old, nn.ReLU()))
-    assert sch["0.0"].mod is old
-
-
 def test_the_mode_of_the_old_module_is_kept() -> None:
     sch = slapo.create_schedule(Stack().eval())
     assert not sch["layers.0"].replace(Block()).mod.drop.training
