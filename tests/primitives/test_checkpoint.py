@@ -17,7 +17,7 @@ import slapo
 from slapo.op import CheckPointWrapper
 from slapo.wrapper import ModuleWrapper
 from tests.graph.served import make
-from tests.primitives.models import Block, Computes, OneLayer, Stack, Twice
+from tests.primitives.models import Block, Computes, Stack, Twice
 
 
 def saved_bytes(model: nn.Module, x: Tensor) -> int:
@@ -183,15 +183,13 @@ def test_a_module_that_a_checkpoint_calls_stays() -> None:
     torch.testing.assert_close(sch.mod(x), reference(x))
 
 
-class Caching(OneLayer):
+def caches(self: Any, x: Tensor, past: Any = None, use_cache: bool = False) -> Tensor:
     """Appends to a cache that it is given, as a decoder layer does."""
-
-    def forward(self, x: Tensor, past: object = None, use_cache: bool = False) -> Tensor:
-        y = self.fc(x)
-        if past is not None:
-            past.states.append(y)  # type: ignore[attr-defined]
-            y = torch.cat(past.states).tanh()  # type: ignore[attr-defined]
-        return y.tanh()
+    y = self.fc(x)
+    if past is not None:
+        past.states.append(y)
+        y = torch.cat(past.states).tanh()
+    return y.tanh()
 
 
 class ListCache:
@@ -200,9 +198,8 @@ class ListCache:
 
 
 def test_a_cache_is_left_out_while_there_are_gradients() -> None:
-    sch = slapo.create_schedule(nn.ModuleList([Caching()]))
-    module = sch["0"].checkpoint().mod
-    cache = ListCache()
+    sch = slapo.create_schedule(nn.ModuleList([make(caches, fc=nn.Linear(4, 4))]))
+    module, cache = sch["0"].checkpoint().mod, ListCache()
     with pytest.warns(UserWarning, match="use_cache=False"):
         module(torch.ones(2, 4), past=cache, use_cache=True).sum().backward()
     assert cache.states == []

@@ -28,7 +28,7 @@ from tests.runtimes.contract import (
     sgd,
     with_unused,
 )
-from tests.runtimes.ranks import error_of, on_ranks, on_ranks_by_rows
+from tests.runtimes.ranks import on_ranks, on_ranks_by_rows
 
 SHARDED = [{}, {"dtype": torch.bfloat16}, {"data_parallel": "fsdp"}]
 
@@ -63,31 +63,6 @@ def test_gradients_of_parameters_that_are_not_stepped_do_not_add_up() -> None:
         engine.train_batch(iter([batch]))
         norms.append(float(engine.grad_norm))
     assert norms[0] == norms[1] == norms[2]
-
-
-@pytest.mark.slow
-@on_ranks(1)
-def test_an_interrupted_step_does_not_leak_into_the_next(target: str) -> None:
-    """A key that interrupts the second micro-batch; then training goes on, as far as it may."""
-    calls = [0]
-
-    def loss(output: Tensor, targets: Tensor) -> Tensor:
-        calls[0] += 1
-        if calls[0] == 2:
-            raise KeyboardInterrupt
-        return loss_fn(output, targets)
-
-    engine, batch = make(target, (1, 1, 1), loss_fn=loss), next(data())
-    with pytest.raises(KeyboardInterrupt):
-        engine.train_batch(iter([batch]))
-    text = error_of(lambda: engine.train_batch(iter([batch])))
-    if text != "no error":
-        assert "an earlier step failed with Keyboard" in text
-        return
-    reference = alone()
-    reference.step(batch)
-    state = engine.state_dict()
-    assert max((state[n] - t).abs().max().item() for n, t in reference.state().items()) < 1e-6
 
 
 def test_a_backward_that_failed_leaves_nothing_to_step_on() -> None:
