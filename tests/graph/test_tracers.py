@@ -302,15 +302,14 @@ def test_dynamo_gives_one_flat_graph() -> None:
     assert list(module.state_dict()) == list(plain.state_dict())
 
 
-def hands_on(self: Any, x: Tensor, mask: Tensor | None = None) -> Any:
-    return self.inner(x, mask) * 2
-
-
-def makes_one(self: Any, x: Tensor, mask: Tensor | None = None) -> Any:
-    return self.inner(x, torch.ones_like(x)) * 2
-
-
-@pytest.mark.parametrize("forward", [hands_on, makes_one])
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x, mask=None: self.inner(x, mask) * 2,
+        lambda self, x, mask=None: self.inner(x, torch.ones_like(x)) * 2,
+    ],
+    ids=["hands it on", "makes one"],
+)
 @pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
 def test_traced_children_serve_calls_with_and_without_a_mask(tracer: str, forward: Any) -> None:
     """The child takes another path without one."""

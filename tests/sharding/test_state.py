@@ -157,18 +157,11 @@ def told(act: Callable[[], Any]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-class TwoInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-
-    def forward(
-        self, x: Tensor, y: Tensor, pair: Any = None, scale: Tensor | None = None
-    ) -> Tensor:
-        out = x * self.weight + 2 * y * self.weight
-        if pair is not None:
-            out = out + pair[0] + pair[1]
-        return out if scale is None else out * scale
+def adds(self: Any, x: Tensor, y: Tensor, pair: Any = None, scale: Tensor | None = None) -> Tensor:
+    out = x * self.weight + 2 * y * self.weight
+    if pair is not None:
+        out = out + pair[0] + pair[1]
+    return out if scale is None else out * scale
 
 
 def leaves(count: int) -> list[Tensor]:
@@ -179,7 +172,8 @@ def leaves(count: int) -> list[Tensor]:
 def gradients_of_all_inputs_are_summed(rank: int, world: int) -> None:
     def summed_of(*args: Tensor, names: str = "", **kwargs: Any) -> list[float]:
         """Gradients of the tensors that the call of a new model was made of."""
-        model = TwoInputs()
+        model = make(adds)
+        model.weight = nn.Parameter(torch.ones(2))
         slapo.create_schedule(model).sync("bwd_post", "all_reduce", argument=names or None)
         model(*args, **kwargs).sum().backward()
         pair = kwargs.get("pair", ())
