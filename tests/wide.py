@@ -92,7 +92,7 @@ WIDE: dict[str, tuple[str, ...]] = {
         "megatron-1x2x1-[]",
         "deepspeed-1x2x1-[2]",
     ),
-    "runtimes/test_faults.py::test_a_rank_that_hangs_is_named": ("megatron",),
+    "runtimes/test_faults.py::test_a_rank_that_is_killed_or_hangs_is_named": ("megatron-hangs",),
     "runtimes/test_faults.py::test_a_rank_that_raises_is_named_with_its_error": ("megatron",),
     "runtimes/test_faults.py::test_processes_without_a_fault_end_in_silence": ("by hand",),
     "runtimes/test_layouts.py::test_torch_schedules_and_sharding": ("gpipe-fsdp-0.5",),
