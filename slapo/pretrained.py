@@ -111,7 +111,7 @@ def load_pretrained(
         target.check_between_steps(what)
     if dtype is not None and not isinstance(target, Schedule):
         raise ValueError(
-            f"load_pretrained: dtype={dtype} is only for a schedule before build; a built model "
+            f"load_pretrained: dtype={dtype} is for a schedule before build; leave it out, since a built model "
             "has its training dtype already"
         )
     same_on_all_ranks(what, {"folder": str(folder), "missing": missing, "dtype": str(dtype)})
@@ -265,7 +265,7 @@ def _with_values(
 def _original(what: str, target: Any) -> Original:
     if isinstance(target, Schedule):
         if target.parent is not None:
-            raise SlapoError(f"{what} takes the root schedule, got {target.where}")
+            raise SlapoError(f"{what} got {target.where}; pass the root schedule")
         if target.state.built_for is not None:
             raise SlapoError(
                 f"{what}: this schedule is built already; pass the built model or engine"

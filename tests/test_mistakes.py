@@ -169,25 +169,23 @@ def test_what_users_of_two_ranks_are_told(
 #: Says what to do, or what there is to choose from.
 REMEDY = re.compile(
     r"(?:[;:,.?] |- )(?:(?:and|or) )?"
-    r"(?:add|apply|bind|build|call|checkpoint|choose|copy|create|cut|declare|decompose"
-    r"|derive|fix|fuse|give|keep|launch|leave|look|loosen|make|move|name|number|pad|pass"
-    r"|pick|put|raise|rename|replace|replay|return|run|schedule|set|shard|take|trace|use"
-    r"|write)\b"
+    r"(?:add|apply|bind|build|call|change|check|checkpoint|choose|connect|copy|create|cut|declare"
+    r"|decompose|derive|draft|fix|fuse|give|install|keep|launch|leave|look|loosen|make|move|name"
+    r"|number|pad|pass|pick|put|raise|remove|rename|replace|replay|restore|return|run|schedule|see"
+    r"|set|shard|start|take|trace|use|write)\b"
     r"|did you mean"
     r"|\b(?:known|nearest paths|there|candidates|classes|parameters|primitives) are |it has \['"
-    r"|\btakes (?:[([]|a )|must be a|may name|; a pattern calls|the graph calls '"
+    r"|\btakes (?:[([]|a )|must be (?:a|one number)|must return|may name|; a pattern calls"
+    r"|the graph calls '|supports \['|sizes (?:are|that fit: )|are required: |but the mesh has "
     r"|children are items|the module's attribute is|\.trace\(flatten=True\)|\.decompose\(\)"
-    r"|primitives applied there:\n|must (?:be the same on every rank|return)|but the mesh has "
-    r"|sizes (?:are|that fit: )|needs? (?:DeepSpeed|backward=)|are required: |, such as "
-    r"|[;:] (?:change|check|draft|see) "
-    r"|supports \['|; (?:install|start|restore) |takes the root |is only for |this model is "
+    r"|primitives applied there:\n|must be the same on every rank|needs? (?:DeepSpeed|backward=)"
     # Of files that are damaged, which only another copy replaces.
     r"|is damaged|match its files|do not exist|not completed it|no weights|\) there, \("
 )
-#: A value: in quotes, in brackets, a number, a name, or what was given.
+#: A value: in quotes, in brackets, a number, a class, or what was given.
 VALUE = re.compile(
-    r"'[^']+'|\"[^\"]+\"|\[.*\]|\d|\b(?:got|(?:is|made|returned) an?|is already) \w+"
-    r"|\w+=|\w+[._/]\w+|\binf\b|\w+ there\b|<lambda>"
+    r"'[^']+'|\"[^\"]+\"|\[.*\]|\(\)|\d|\b(?:got|(?:is|made|returned) an?|is already) \w+"
+    r"|\w+=|\w+[._/]\w+|<lambda>|: \w+ and \w+;|\b[A-Z][a-z]+[A-Z]\w+|\bon [A-Z]\w+:|is inf\b|\w+ there, "
 )
 
 

@@ -155,7 +155,7 @@ def _options(given: argparse.Namespace) -> dict[str, Any]:
         if name in options or name in inspect.signature(dryrun).parameters:
             raise ValueError(f"--option {text} has a flag of its own; leave --option out")
         if not equals:
-            raise ValueError(f"--option {text} is not NAME=VALUE, such as fused_loss=True")
+            raise ValueError(f"--option {text} is not a pair; pass NAME=VALUE")
         try:
             options[name] = literal_eval(value)
         except (ValueError, SyntaxError):

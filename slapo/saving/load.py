@@ -133,7 +133,8 @@ class _Loading:
         saved, here = self.manifest.model, described(self.engine)
         if saved["class"] != here["class"]:
             raise SlapoError(
-                f"{self.step.folder} holds a {saved['class']}, but this model is a {here['class']}"
+                f"{self.step.folder} holds a {saved['class']}, but this model is a "
+                f"{here['class']}; pass the run of this model"
             )
         shapes = original(self.engine).tensors
         values = self.manifest.tensors.get("", {})

@@ -57,6 +57,22 @@ class SideBySide(nn.Module):
         return tuple(part(*inputs) for part in self.parts)
 
 
+def outcome(module: nn.Module, *inputs: torch.Tensor) -> list[Any]:
+    """Outputs, gradients and buffers of a training step, in an order that no name decides."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    module.zero_grad()
+    torch.manual_seed(5)
+    out = module(*(x * 1 for x in leaves))  # which may be written to
+    outs = list(out) if isinstance(out, tuple) else [out]
+    total = sum(o.float().square().sum() for o in outs)
+    if total.requires_grad:
+        total.backward()
+    grads = {p.data_ptr(): p.grad for p in module.parameters()}
+    buffers = {b.data_ptr(): b.clone() for b in module.buffers()}
+    held = [value for _, value in (*sorted(grads.items()), *sorted(buffers.items()))]
+    return [*outs, *(x.grad for x in leaves), *held]
+
+
 def replace_vertical(
     gm: fx.GraphModule,
     nodes: Collection[fx.Node],

@@ -63,21 +63,6 @@ def rows_one_by_one(self: Any, x: Tensor) -> Tensor:
     return out
 
 
-def experts(self: Any, rows: Tensor, sizes: list[int]) -> Tensor:
-    parts = zip(rows.split(sizes), self.weight, strict=True)
-    return torch.cat([F.linear(part, weight) for part, weight in parts])
-
-
-def routed(self: Any, x: Tensor) -> Tensor:
-    """Experts get as many rows as their values say, and return rows of another width."""
-    rows = x.flatten(0, 1)
-    first = rows.sum(1) > rows.sum(1).mean()
-    order, sizes = first.long().argsort(), torch.stack([(~first).sum(), first.sum()]).tolist()
-    gate, up = self.wide(rows[order], sizes).chunk(2, -1)
-    narrow = self.narrow(gate * up, sizes)
-    return torch.zeros_like(rows).index_add(0, order, narrow).view_as(x)
-
-
 def two_widths(s: Any, x: Tensor) -> Tensor:
     return s.box(s.a(x)) + s.box(s.b(x))
 
@@ -175,16 +160,6 @@ CASES: dict[str, tuple[Any, list[tuple[int, ...]]]] = {
         lambda: above(Child(lambda s, x: s.inner(x) * 2, inner=Child(rows_one_by_one))),
         [(2, 7, 4), (3, 5, 4)],
     ),
-    "experts deeper": (
-        lambda: above(
-            Child(
-                routed,
-                wide=Child(experts, weight=nn.Parameter(torch.rand(2, 24, 8))),
-                narrow=Child(experts, weight=nn.Parameter(torch.rand(2, 8, 12))),
-            )
-        ),
-        [(2, 7, 4), (3, 5, 4)],
-    ),
     "its input": (lambda: make(same_object, child=Child(lambda s, x: x)), [(3, 4), (2, 5)]),
     "an identity": (lambda: make(same_object, child=nn.Identity()), [(3, 4), (2, 5)]),
     "a copy": (lambda: make(same_object, child=Child(lambda s, x: x + 0)), [(3, 4), (2, 5)]),
@@ -266,7 +241,7 @@ def test_sizes_that_a_leaf_needs_equal_fail_as_in_the_leaf() -> None:
 
 
 def test_a_data_dependent_result_that_is_not_like_the_input_fails_at_the_call() -> None:
-    """Its size is not known before; experts, whose results are like their input, are served."""
+    """Its size is not known before; one that is like the input is served."""
     module = trace(above(Child(lambda s, x: x[:, x[0, :, 0] > 0])), torch.rand(2, 7, 4))
     x = torch.rand(2, 7, 4)
     assert module(x).shape == (2, 8)  # without rewrites it runs its own forward

@@ -53,18 +53,6 @@ class Outer(nn.Module):
         return y / y.shape[-1] + self.head.weight.shape[0]
 
 
-def replace_child(sch: Any) -> None:
-    sch["layers.0.act"].replace(nn.ReLU())
-
-
-def replace_layer(sch: Any) -> None:
-    sch["layers.1"].replace(nn.Linear(8, 8))
-
-
-def set_attribute(sch: Any) -> None:
-    sch["layers.1"].set("scale", 5.0)
-
-
 def shard(sch: Any) -> None:
     """A half of the columns in each process: here the first, whose sums are not reduced."""
     sch["layers.0.up"].shard("weight", axis=0)
@@ -72,19 +60,22 @@ def shard(sch: Any) -> None:
     sch["layers.0.down"].shard("weight", axis=1)
 
 
-def shard_tied(sch: Any) -> None:
-    sch["emb"].shard("weight", axis=0)
-
-
-def sync(sch: Any) -> None:
-    sch["layers.0"].sync("fwd_post", sync_op_or_fn=lambda module, args, output: output * 3)
-
-
-def checkpoint(sch: Any) -> None:
-    sch["layers.1"].checkpoint()
-
-
-PRIMITIVES = (replace_child, replace_layer, set_attribute, sync, checkpoint)
+PRIMITIVES: dict[str, Callable[[Any], object]] = {
+    "replace a child": lambda sch: sch["layers.0.act"].replace(nn.ReLU()),
+    "replace a layer": lambda sch: sch["layers.1"].replace(nn.Linear(8, 8)),
+    "set": lambda sch: sch["layers.1"].set("scale", 5.0),
+    "sync": lambda sch: sch["layers.0"].sync("fwd_post", lambda module, args, output: output * 3),
+    "checkpoint": lambda sch: sch["layers.1"].checkpoint(),
+    "shard": shard,
+    "shard a tied table": lambda sch: sch["emb"].shard("weight", axis=0),
+}
+#: What is traced, and how.
+WAYS: dict[str, tuple[list[str], dict[str, bool]]] = {
+    "recursive": ([""], {}),
+    "the root": ([""], {"recursive": False}),
+    "the root and a layer": (["layers.0", ""], {"recursive": False}),
+    "flat": ([""], {"flatten": True}),
+}
 
 
 def schedule(model: nn.Module, traced: list[str], **options: Any) -> Any:
@@ -96,47 +87,30 @@ def schedule(model: nn.Module, traced: list[str], **options: Any) -> Any:
     return sch
 
 
+@pytest.mark.usefixtures("two_ranks")
 @pytest.mark.parametrize("called", [False, True], ids=["before the first call", "between calls"])
-@pytest.mark.parametrize("primitive", PRIMITIVES)
 @pytest.mark.parametrize(
-    ("traced", "recursive"),
-    [([""], True), ([""], False), (["layers.0", ""], False)],
-    ids=["recursive", "the root", "the root and a layer"],
+    ("primitive", "way"),
+    [
+        (primitive, way)
+        for primitive in PRIMITIVES
+        for way in WAYS
+        if way != "flat" or "shard" in primitive  # flat, the layers are no calls
+    ],
 )
-def test_a_primitive_below_acts_at_the_next_call(
-    traced: list[str], recursive: bool, primitive: Callable[[Any], None], called: bool
-) -> None:
+def test_a_primitive_below_acts_at_the_next_call(primitive: str, way: str, called: bool) -> None:
     model = Outer()
     plain = copy.deepcopy(model)
-    sch = schedule(model, traced, recursive=recursive)
-    other = slapo.create_schedule(plain)
+    paths, options = WAYS[way]
+    schedules = schedule(model, paths, **options), slapo.create_schedule(plain)
     if called:
         assert_alike(model, plain, IDS)
-    torch.manual_seed(0)
-    primitive(sch)
-    torch.manual_seed(0)
-    primitive(other)
-    plain.load_state_dict(model.state_dict())
-    for batch in (IDS, IDS[:2]):
-        assert_alike(sch.mod, other.mod, batch, rtol=1e-6)
-
-
-@pytest.mark.parametrize("called", [False, True], ids=["before the first call", "between calls"])
-@pytest.mark.parametrize("primitive", [shard, shard_tied])
-@pytest.mark.parametrize("flatten", [False, True], ids=["leaves", "flat"])
-def test_a_shard_below_acts_at_the_next_call(
-    flatten: bool, primitive: Callable[[Any], None], called: bool, two_ranks: None
-) -> None:
-    model = Outer()
-    plain = copy.deepcopy(model)
-    sch = schedule(model, [""], recursive=False, flatten=flatten)
-    other = slapo.create_schedule(plain)
-    if called:
-        assert_alike(model, plain, IDS)
-    primitive(sch), primitive(other)
-    ids = IDS % 6
-    assert_alike(sch.mod, other.mod, ids, rtol=1e-6)
-    assert model.head.weight.shape[0] == (6 if primitive is shard_tied else 12)
+    for each in schedules:
+        torch.manual_seed(0)
+        PRIMITIVES[primitive](each)
+    for ids in (IDS % 6, IDS[:2] % 6):
+        assert_alike(*(each.mod for each in schedules), ids, rtol=1e-6)
+    assert model.head.weight.shape[0] == (6 if primitive == "shard a tied table" else 12)
 
 
 def test_primitives_elsewhere_keep_captures_of_siblings_alive() -> None:

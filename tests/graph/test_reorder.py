@@ -16,6 +16,7 @@ from tests.graph.rewrites import (
     SideBySide,
     fuse,
     fusion_of,
+    outcome,
     replace_horizontal,
     replace_node,
     replace_vertical,
@@ -93,35 +94,17 @@ def traced(code: Callable[..., Any]) -> fx.GraphModule:
     return fx.GraphModule(model, graph)
 
 
-def numbers(module: nn.Module, state: dict[str, Tensor]) -> list[Any]:
-    """Values, gradients and buffers of one training step from `state`."""
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+def kept(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Tensors of a module, and their values."""
+    return [(t, t.detach().clone()) for t in (*module.parameters(), *module.buffers())]
+
+
+def numbers(module: nn.Module, before: list[tuple[Tensor, Tensor]]) -> list[Any]:
+    """One training step from the values of `before`."""
     with torch.no_grad():
-        for key, tensor in tensors.items():
-            tensor.copy_(state[key.rsplit(".", 1)[-1] + str(tuple(tensor.shape))])
-    module.zero_grad()
-    torch.manual_seed(1)
-    x, y = (torch.randn(3, SIZE, requires_grad=True) for _ in range(2))
-    out = module(x * 1, y * 1)
-    total = sum(o.float().square().sum() for o in (out if isinstance(out, tuple) else [out]))
-    if total.requires_grad:
-        total.backward()
-    grads = sorted(
-        (float(p.grad.sum()), float(p.grad.norm()))
-        for p in module.parameters()
-        if p.grad is not None
-    )
-    buffers = sorted((float(b.double().sum()), b.shape) for b in module.buffers())
-    return [total, x.grad, y.grad, grads, buffers]
-
-
-def state_of(module: nn.Module) -> dict[str, Tensor]:
-    """A value for each shape and name, whatever the module that holds it is called."""
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    found: dict[str, Tensor] = {}
-    for key, tensor in tensors.items():
-        found.setdefault(key.rsplit(".", 1)[-1] + str(tuple(tensor.shape)), tensor.detach().clone())
-    return found
+        for tensor, value in before:
+            tensor.copy_(value)
+    return outcome(module, *torch.randn(2, 3, SIZE, generator=torch.Generator().manual_seed(1)))
 
 
 def pick(gm: fx.GraphModule, names: str) -> list[fx.Node]:
@@ -144,41 +127,29 @@ def rewrite(gm: fx.GraphModule, chains: Sequence[str]) -> None:
     (by_fusion if len(chains) == 1 else by_one_call)(gm, *chains)
 
 
-def no_grad_behind(m, x, y):
+def in_no_grad(code: Callable[..., Any], *args: Any) -> Any:
     record(set_raw, False)
-    h = m.fc(x)
+    out = code(*args)
     record(set_raw, True)
-    return h.relu() + y
+    return out
+
+
+def in_autocast(code: Callable[..., Any], *args: Any) -> Any:
+    region = record(enter_raw, "cpu", torch.bfloat16, True, True)
+    out = code(*args)
+    record(exit_raw, region)
+    return out
+
+
+def in_inference(code: Callable[..., Any], *args: Any) -> Any:
+    region = record(enter_inference, True)
+    out = code(*args)
+    record(exit_inference, region)
+    return out
 
 
 def no_grad_ahead(m, x, y):
-    h = m.fc(x)
-    record(set_raw, False)
-    h = h.relu()
-    record(set_raw, True)
-    return h + y
-
-
-def autocast_behind(m, x, y):
-    region = record(enter_raw, "cpu", torch.bfloat16, True, True)
-    h = m.fc(x)
-    record(exit_raw, region)
-    return h.float().cos() + y
-
-
-def autocast_ahead(m, x, y):
-    h = m.fc(x)
-    region = record(enter_raw, "cpu", torch.bfloat16, True, True)
-    h = h.cos()
-    record(exit_raw, region)
-    return h + y
-
-
-def inference_behind(m, x, y):
-    region = record(enter_inference, True)
-    h = m.fc(x)
-    record(exit_inference, region)
-    return h.relu() + y
+    return in_no_grad(torch.relu, m.fc(x)) + y
 
 
 def around(first: Callable[..., Any], between: Callable[..., Any]) -> Callable[..., Any]:
@@ -313,14 +284,6 @@ def side_by_side_with_a_write(m, x, y):
     return a * b
 
 
-def side_by_side_in_regions(m, x, y):
-    a = m.fc(x)
-    record(set_raw, False)
-    b = m.other(x)
-    record(set_raw, True)
-    return a * b
-
-
 def sizes_past_a_change_of_shape(m, x, y):
     columns = x.size(1)
     x.t_()
@@ -338,11 +301,27 @@ MOVED = [
         )
         for first, name, between, other, why in AROUND
     ),
-    (no_grad_behind, ["fc relu"], r"'fc' .*'relu'.*'_set_grad_enabled_1'.*no_grad"),
+    (
+        lambda m, x, y: in_no_grad(m.fc, x).relu() + y,
+        ["fc relu"],
+        r"'fc' .*'relu'.*'_set_grad_enabled_1'.*no_grad",
+    ),
     (no_grad_ahead, ["fc relu"], r"'fc' .*'relu'.*'_set_grad_enabled'"),
-    (autocast_behind, ["fc float_1 cos"], r"'fc' .*'cos'.*'_exit_autocast'"),
-    (autocast_ahead, ["fc cos"], r"'fc' .*'cos'.*'_enter_autocast'"),
-    (inference_behind, ["fc relu"], r"'fc' .*'relu'.*'_exit_inference_mode'"),
+    (
+        lambda m, x, y: in_autocast(m.fc, x).float().cos() + y,
+        ["fc float_1 cos"],
+        r"'fc' .*'cos'.*'_exit_autocast'",
+    ),
+    (
+        lambda m, x, y: in_autocast(torch.cos, m.fc(x)) + y,
+        ["fc cos"],
+        r"'fc' .*'cos'.*'_enter_autocast'",
+    ),
+    (
+        lambda m, x, y: in_inference(m.fc, x).relu() + y,
+        ["fc relu"],
+        r"'fc' .*'relu'.*'_exit_inference_mode'",
+    ),
     (write_of_an_item, ["exp relu"], r"'exp' .*'add_'.*in place"),
     (write_of_what_was_viewed, ["exp relu"], r"'exp' .*'add_'.*in place"),
     (write_by_out, ["exp relu"], r"'exp' .*'add'.*in place"),
@@ -351,7 +330,11 @@ MOVED = [
     (rows_made_shorter, ["mul relu"], r"'mul' .*'table'.*in place"),
     (side_by_side_with_dropout, ["fc", "drop"], r"'drop' .*'other_drop'.*random"),
     (side_by_side_with_a_write, ["frozen", "tied"], r"'tied' .*'setitem'.*in place"),
-    (side_by_side_in_regions, ["fc", "other"], r"'other' .*'fc'.*'_set_grad_enabled'"),
+    (
+        lambda m, x, y: m.fc(x) * in_no_grad(m.other, x),
+        ["fc", "other"],
+        r"'other' .*'fc'.*'_set_grad_enabled'",
+    ),
     (sizes_past_a_change_of_shape, ["size view"], "'size' would move past 't_'"),
 ]
 
@@ -367,29 +350,18 @@ def test_what_would_change_the_numbers_is_refused(code, chains, message):
 
 def past_a_whole_region(m, x, y):
     h = m.fc(x)
-    record(set_raw, False)
-    z = y.exp()
-    region = record(enter_raw, "cpu", torch.bfloat16, True, True)
-    z = m.other(z)
-    record(exit_raw, region)
-    record(set_raw, True)
+    z = in_no_grad(lambda: in_autocast(m.other, y.exp()))
     return h.relu() + z
 
 
 def within_a_region(m, x, y):
-    record(set_raw, False)
-    h = m.frozen(x)
-    z = y.exp()
-    h = h.relu()
-    record(set_raw, True)
-    return h + y * z
+    h, z = in_no_grad(lambda: ((h := m.frozen(x)), y.exp(), h.relu())[1:])
+    return y * h + z
 
 
 def a_region_of_its_own(m, x, y):
     h = m.fc(x)
-    record(set_raw, False)
-    z = h.exp()
-    record(set_raw, True)
+    z = in_no_grad(torch.exp, h)
     return (h * z).relu() + y
 
 
@@ -437,7 +409,7 @@ UNMOVED = [
 @pytest.mark.parametrize(("code", "chains"), UNMOVED)
 def test_what_leaves_the_numbers_is_done(code, chains):
     gm = traced(code)
-    state = state_of(gm)
+    state = kept(gm)
     expected = numbers(gm, state)
     rewrite(gm, chains)
     gm.graph.lint()
@@ -454,7 +426,7 @@ past_a_checkpoint, past_a_checkpoint_of_the_same = (
 @pytest.mark.parametrize("same", [False, True])
 def test_a_checkpoint_has_the_effects_of_its_operations(same):
     gm = traced(past_a_checkpoint_of_the_same if same else past_a_checkpoint)
-    state = state_of(gm)
+    state = kept(gm)
     chain = pick(gm, "norm_1 relu" if same else "norm relu")
     carry_out(gm, Checkpoint(gm, chain, None, False, None), keep_modules=True)
     expected = numbers(gm, state)

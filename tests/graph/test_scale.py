@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,45 +10,23 @@ from torch import nn
 
 import slapo
 from slapo.graph.trace import capture
-from slapo.graph.trace.module import Traced, rewrite, trace_of
+from slapo.graph.trace.module import rewrite, trace_of
 from tests.effort import calls_of
 from tests.graph.served import Nothing
-from tests.graph.zoo import FAMILIES, each_layer, transformers
+from tests.graph.zoo import FAMILIES, each_layer
 
-#: CPU seconds for one trace of a container: it takes 1.5 on a quiet core.
-SECONDS = 4.0
 #: CPU seconds for the traces of 96 flat layers: they take 2 on a quiet core.
 FLAT_SECONDS = 6.0
-MEGABYTES = 450
-
-
-def gpt2(layers: int) -> nn.Module:
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=layers))
-
-
-def llama_70b(layers: int) -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=128256,
-        hidden_size=8192,
-        num_hidden_layers=layers,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        intermediate_size=28672,
-    )
-    return transformers.LlamaForCausalLM(config)
 
 
 def tiny_llama(layers: int) -> nn.Module:
     return FAMILIES["llama"].build(num_hidden_layers=layers)
 
 
-def trace(build: Callable[[int], nn.Module], layers: int, path: str) -> tuple[nn.Module, float]:
-    """The traced model, and the CPU time of the trace alone."""
+def trace_container(layers: int) -> None:
     with slapo.init_empty_weights():
-        sch = slapo.create_schedule(build(layers))
-    start = time.process_time()
-    assert sch.trace_until(path, tracer="huggingface")
-    return sch.mod, time.process_time() - start
+        sch = slapo.create_schedule(tiny_llama(layers))
+    assert sch.trace_until("model", tracer="huggingface")
 
 
 def flat_layers(layers: int) -> tuple[nn.Module, slapo.Schedule]:
@@ -62,35 +36,6 @@ def flat_layers(layers: int) -> tuple[nn.Module, slapo.Schedule]:
         assert sch[path].trace(tracer="huggingface", flatten=True)
         rewrite(layer, Nothing())
     return model, sch
-
-
-def resident_megabytes() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("build", "layers", "path"),
-    [(gpt2, 96, "transformer"), (llama_70b, 80, "model")],
-    ids=["gpt2-96", "llama-70b"],
-)
-def test_large_containers_are_traced_within_the_budget(
-    build: Callable[[int], nn.Module], layers: int, path: str
-) -> None:
-    trace(tiny_llama, 2, "model")  # lazy imports, caches of torch
-    gc.collect()
-    before = resident_megabytes()
-    model, seconds = trace(build, layers, path)
-    assert resident_megabytes() - before < MEGABYTES
-    if seconds >= SECONDS:  # what else runs on the cores can only add to it
-        seconds = min(trace(build, layers, path)[1] for _ in range(2))
-    assert seconds < SECONDS
-    container = model.get_submodule(path)
-    assert isinstance(container, Traced)
-    calls = [str(n.target) for n in container.graph.find_nodes(op="call_module")]
-    assert sum(target.rpartition(".")[2].isdigit() for target in calls) == layers
-    assert all(p.device.type == "meta" for p in model.parameters())
 
 
 @pytest.mark.slow
@@ -118,7 +63,7 @@ def test_work_is_linear_in_the_layers(what: str) -> None:
         if what == "trace":
             return calls_of(lambda: flat_layers(layers))
         if what == "trace of a container":
-            return calls_of(lambda: trace(tiny_llama, layers, "model"))
+            return calls_of(lambda: trace_container(layers))
         model, _ = flat_layers(layers)
         return calls_of(lambda: model(**inputs, use_cache=False))
 

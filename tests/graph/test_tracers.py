@@ -30,6 +30,17 @@ from tests.graph.served import (
     rewritten,
     scheduled,
 )
+from tests.graph.test_capture import (
+    appends,
+    arithmetic,
+    asks,
+    branches,
+    counts,
+    no_grad_within,
+    optional,
+    stores,
+)
+from tests.graph.test_children import none_of_parts
 from tests.primitives.models import DataDependent, OneLayer, Stack
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
@@ -41,34 +52,15 @@ def given_to(tracer: str, inputs: Any = X) -> Any:
 
 
 # --- previews ------------------------------------------------------------------------------------
-def doubles_half(self: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        y = self.fc(x)
-    return self.fc(y.float())
-
-
-def asks_type(self: Any, x: Any) -> Tensor:
-    return x * 2 if isinstance(x, Tensor) and x.__class__ is Tensor else x  # type: ignore
-
-
-def asks_none(self: Any, x: Tensor) -> Tensor:
-    y, w = self.child(x)
-    return y * 3 if w is None else y  # type: ignore[no-any-return]
-
-
-def draws_constant(self: Any, x: Tensor) -> Tensor:
-    return x * torch.rand_like(x) if self.training else x
-
-
 PREVIEWED: dict[str, Callable[..., Any]] = {
-    "a region": doubles_half,
-    "a type": asks_type,
-    "a part that is none": asks_none,
+    "a region": no_grad_within,
+    "a type": asks(lambda x: isinstance(x, Tensor) and x.__class__ is Tensor),
+    "a part that is none": none_of_parts,
     "a backward of its own": lambda self, x: Tripled.apply(self.fc(x)),
-    "a mode": lambda self, x: self.fc(x).relu() if self.training else x,
-    "numbers": draws_constant,
-    "a size": lambda self, x: x * x.shape[0] + x.new_ones(x.size(0), 1),
-    "an argument": lambda self, x, mask=None: x if mask is None else x + mask,
+    "a mode": branches,
+    "numbers": lambda self, x: x * torch.rand_like(x) if self.training else x,
+    "a size": arithmetic,
+    "an argument": optional,
 }
 
 
@@ -94,41 +86,22 @@ def slapo_trace_without_warning(sch: Any) -> bool:
         return bool(sch.trace(recursive=False))
 
 
-class Counting(nn.Module):
-    """It counts its calls, as `kind` says."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.fc, self.kind, self.n, self.cache = nn.Linear(4, 4), kind, 0, [0]
-        self.register_buffer("seen", torch.zeros(1000))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "number":
-            self.n += 1
-        elif self.kind == "tensor":
-            self.n = x
-        elif self.kind == "new":
-            self.last = x
-        elif self.kind == "list":
-            self.cache.append(x)
-        elif self.kind == "failure":
-            self.n = x
-            raise RuntimeError("no")
-        elif self.kind == "buffer":
-            self.seen.add_(1)
-        return self.fc(x)
+def fails_after_a_change(self: Any, x: Tensor) -> Tensor:
+    self.calls = x
+    raise RuntimeError("no")
 
 
 @TRACERS
 @pytest.mark.filterwarnings("ignore:.*could not be traced")
-@pytest.mark.parametrize("kind", ["number", "tensor", "new", "list", "failure"])
-def test_a_trace_leaves_no_change_that_a_forward_makes(kind: str, tracer: str) -> None:
-    module = Counting(kind)
+@pytest.mark.parametrize("forward", [counts, stores, appends, fails_after_a_change])
+def test_a_trace_leaves_no_change_that_a_forward_makes(forward: Any, tracer: str) -> None:
+    module: Any = make(forward)
+    module.calls, module.seen = 0, []
     before = dict(vars(module))
     done = slapo.create_schedule(module).trace(tracer=tracer, example_inputs=given_to(tracer))
     assert not done or tracer == "pytorch"
     assert {k for k, v in vars(module).items() if before.get(k) is not v} <= {"_trace"}
-    assert (module.n, module.cache, hasattr(module, "last")) == (0, [0], False)
+    assert (module.calls, module.seen) == (0, [])
     if done:  # without rewrites the forward does what it did; with them a call is refused
         rewrite(module, Nothing())
         with pytest.raises(slapo.TraceError, match=r"cannot trace|changes attribute"):
@@ -137,7 +110,8 @@ def test_a_trace_leaves_no_change_that_a_forward_makes(kind: str, tracer: str) -
 
 @TRACERS
 def test_a_trace_does_not_write_buffers_and_a_call_does(tracer: str) -> None:
-    module = Counting("buffer")
+    module = make(lambda self, x: self.seen.add_(1)[:4] * x)
+    module.register_buffer("seen", torch.zeros(1000))
     seen, version = module.seen, module.seen._version
     sch = slapo.create_schedule(module)
     assert sch.trace(tracer=tracer, example_inputs=given_to(tracer))
@@ -328,15 +302,14 @@ def test_dynamo_gives_one_flat_graph() -> None:
     assert list(module.state_dict()) == list(plain.state_dict())
 
 
-def hands_on(self: Any, x: Tensor, mask: Tensor | None = None) -> Any:
-    return self.inner(x, mask) * 2
-
-
-def makes_one(self: Any, x: Tensor, mask: Tensor | None = None) -> Any:
-    return self.inner(x, torch.ones_like(x)) * 2
-
-
-@pytest.mark.parametrize("forward", [hands_on, makes_one])
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x, mask=None: self.inner(x, mask) * 2,
+        lambda self, x, mask=None: self.inner(x, torch.ones_like(x)) * 2,
+    ],
+    ids=["hands it on", "makes one"],
+)
 @pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])
 def test_traced_children_serve_calls_with_and_without_a_mask(tracer: str, forward: Any) -> None:
     """The child takes another path without one."""

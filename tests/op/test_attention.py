@@ -199,13 +199,6 @@ def test_models_that_compute_by_themselves() -> None:
     assert outer.config._attn_implementation == before  # type: ignore[union-attr]
 
 
-def test_weights_of_attention_are_an_error_rather_than_missing() -> None:
-    model = MODELS["llama"].build()
-    use_attention(model, "sdpa")
-    with pytest.raises(ValueError, match="output_attentions"):
-        model(**MODELS["llama"].inputs(2, 5), output_attentions=True)
-
-
 def test_a_pickled_model_runs_in_a_fresh_process(tmp_path: Path) -> None:
     model, inputs = MODELS["llama"].build(), MODELS["llama"].inputs(2, 5)
     use_attention(model, "auto")

@@ -102,8 +102,18 @@ def same_layer(layer: nn.Linear) -> nn.Linear:
     return plain
 
 
-def grads_of(loss: Tensor, module: nn.Module) -> list[Tensor]:
-    return list(torch.autograd.grad(loss, list(module.parameters())))
+def compare_layers(layer: nn.Module, plain: Callable[..., Tensor], *linears: nn.Module) -> Tensor:
+    """Values, dropped alike, and gradients of parameters; those of `plain` are in `linears`."""
+    outs = []
+    for function, modules in ((layer, [layer]), (plain, linears)):
+        torch.manual_seed(5)
+        out = function(X)
+        parameters = [p for module in modules for p in module.parameters()]
+        outs.append((out, list(torch.autograd.grad(out.square().sum(), parameters))))
+    (found, grads), (wanted, wanted_grads) = outs
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grads, wanted_grads, rtol=1e-5, atol=1e-5)
+    return found
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -120,11 +130,7 @@ def grads_of(loss: Tensor, module: nn.Module) -> list[Tensor]:
 def test_a_layer_and_its_activation(bias: bool, act: Any, plain: Any) -> None:
     layer = LinearWithAct(7, 4, act, bias=bias)
     other = same_layer(layer)
-    found, wanted = layer(X), plain(other(X))
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-    found_grads = grads_of(found.square().sum(), layer)
-    wanted_grads = grads_of(wanted.square().sum(), other)
-    torch.testing.assert_close(found_grads, wanted_grads, rtol=1e-5, atol=1e-5)
+    compare_layers(layer, lambda x: plain(other(x)), other)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -133,28 +139,16 @@ def test_a_layer_and_its_activation(bias: bool, act: Any, plain: Any) -> None:
 def test_a_layer_and_its_dropout(bias: bool, inplace: bool, use_torchscript: bool) -> None:
     layer = LinearWithDropout(7, 400, bias, 0.25, inplace, use_torchscript)
     other = same_layer(layer)
-    torch.testing.assert_close(layer.eval()(X), other(X), rtol=1e-6, atol=1e-6)
-    torch.manual_seed(5)
-    found = layer.train()(X)
-    torch.manual_seed(5)
-    wanted = F.dropout(other(X), 0.25)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    compare_layers(layer.eval(), other, other)
+    found = compare_layers(layer.train(), lambda x: F.dropout(other(x), 0.25), other)
     assert 0.2 < (found == 0).float().mean() < 0.3
-    found_grads, wanted_grads = grads_of(found.sum(), layer), grads_of(wanted.sum(), other)
-    torch.testing.assert_close(found_grads, wanted_grads, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("use_torchscript", [True, False])
 def test_both_layers_of_a_block(use_torchscript: bool) -> None:
     mlp = FusedMLP(7, 28, "gelu_new", 0.1, use_torchscript)
     plain = nn.Sequential(same_layer(mlp.fc_in), nn.GELU("tanh"), same_layer(mlp.fc_out))
-    torch.manual_seed(7)
-    found = mlp(X)
-    torch.manual_seed(7)
-    wanted = F.dropout(plain(X), 0.1)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-    found_grads, wanted_grads = grads_of(found.sum(), mlp), grads_of(wanted.sum(), plain)
-    torch.testing.assert_close(found_grads, wanted_grads, rtol=1e-5, atol=1e-5)
+    compare_layers(mlp, lambda x: F.dropout(plain(x), 0.1), plain)
 
 
 @pytest.mark.parametrize("act", ["gelu_new", "relu", nn.PReLU()])

@@ -142,13 +142,6 @@ def test_gradients_have_gradients() -> None:
     assert torch.autograd.gradgradcheck(_GatedSiLU.apply, operands)
 
 
-def test_a_graph_that_is_kept() -> None:
-    gate, up = (torch.randn(3, 5, requires_grad=True) for _ in range(2))
-    output = gated_silu(gate, up).sum()
-    first = torch.autograd.grad(output, (gate, up), retain_graph=True)
-    same(list(torch.autograd.grad(output, (gate, up))), list(first))
-
-
 def test_transforms_of_torch_see_plain_operations() -> None:
     block, x = GatedMLP.like(MLP()), torch.randn(3, 5)
     parameters = dict(block.named_parameters())

@@ -76,22 +76,3 @@ def test_two_stages(name: str, labels: bool) -> None:
     compare(name, sch.mod, reference, labels, arguments)
     assert list(sch.mod.state_dict()) == list(reference.state_dict())
     sch.mod.load_state_dict(reference.state_dict())
-
-
-def test_a_sequence_that_is_too_long_and_other_calls_outside_the_trace() -> None:
-    model = FAMILIES["gpt2"].build()
-    inputs = FAMILIES["gpt2"].inputs(2, 9, False)
-    sch = slapo.create_schedule(model)
-    constants = {"use_cache": False}
-    sch.trace_until(
-        "transformer", tracer="huggingface", concrete_args=constants, example_inputs=inputs
-    )
-    sch["transformer.h.0"].cut_pipeline_stage()
-    generate_pipeline_partition(sch)
-    with pytest.raises(slapo.SlapoError, match=r"labels is a torch\.int64 tensor"):
-        sch.mod(**inputs, labels=inputs["input_ids"])
-    with pytest.raises(slapo.SlapoError, match="attention_mask is None"):
-        sch.mod(input_ids=inputs["input_ids"])
-    shorter = {**inputs, "attention_mask": inputs["attention_mask"][:, :5]}
-    with pytest.raises(slapo.SlapoError, match="attention_mask"):
-        sch.mod(**shorter)

@@ -33,6 +33,8 @@ def test_a_string_is_a_regex_on_module_calls() -> None:
     sch = slapo.create_schedule(Attention())
     assert names(sch.find("[qkv]$")) == [[("", "q")], [("", "k")], [("", "v")]]
     assert names(sch.find("nothing")) == []
+    without_modules = slapo.create_schedule(make(lambda self, x: -x))
+    assert "no graph here calls a module" in without_modules.find("fc").why
 
 
 def test_matches_in_children_name_their_parent() -> None:

@@ -15,7 +15,7 @@ import slapo
 from slapo import Schedule
 from slapo.errors import TraceError
 from tests.fingerprint import refused
-from tests.graph.rewrites import SideBySide
+from tests.graph.rewrites import SideBySide, outcome
 from tests.graph.served import make
 
 SIZE = 4
@@ -114,17 +114,6 @@ def calls() -> list[tuple[Tensor, ...]]:
     return [(x,), (x, mask), (torch.randn(1, 5, SIZE),), (x, mask[:1])]
 
 
-def outcome(model: nn.Module, args: tuple[Tensor, ...]) -> list[Tensor]:
-    """Output, and gradients in an order that no name decides."""
-    x = args[0].clone().requires_grad_()
-    model.zero_grad()
-    torch.manual_seed(5)
-    out = model(x, *args[1:])
-    out.square().sum().backward()
-    grads = {p.data_ptr(): p.grad for p in model.parameters()}
-    return [out, x.grad, *(grad for _, grad in sorted(grads.items()))]
-
-
 @pytest.mark.parametrize("traced", ["with inputs", "by proxies"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_kind_of_call(schedule: Callable[[Schedule], None], traced: str) -> None:
@@ -141,8 +130,8 @@ def test_every_kind_of_call(schedule: Callable[[Schedule], None], traced: str) -
     names = list(sch.mod.state_dict())
     for training in (True, False, True):
         for args in calls():
-            expected = outcome(reference.train(training), args)
-            torch.testing.assert_close(outcome(sch.mod.train(training), args), expected)
+            expected = outcome(reference.train(training), *args)
+            torch.testing.assert_close(outcome(sch.mod.train(training), *args), expected)
     assert list(sch.mod.state_dict()) == names
     clones = [copy.deepcopy(sch.mod)]
     if schedule is not fused:  # TorchScript pickles no modules

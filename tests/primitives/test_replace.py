@@ -62,14 +62,6 @@ def test_a_module_at_two_places() -> None:
     assert model[0] is model[2] is new is sch["2"].mod
 
 
-def test_a_module_that_wraps_the_old_one() -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
-    sch = slapo.create_schedule(model)
-    old = model[0]
-    sch["0"].replace(nn.Sequential(old, nn.ReLU()))
-    assert sch["0.0"].mod is old
-
-
 def test_the_mode_of_the_old_module_is_kept() -> None:
     sch = slapo.create_schedule(Stack().eval())
     assert not sch["layers.0"].replace(Block()).mod.drop.training
@@ -171,16 +163,6 @@ def gelu_mlp() -> nn.Module:
 
 def gelu_of_fc1(x: Tensor) -> Tensor:
     return F.gelu(slapo.call_module("fc1", x))
-
-
-def test_vertical() -> None:
-    sch = slapo.create_schedule(Block())
-    new = gelu_mlp()
-    assert sch.replace(new, sch.find(gelu_of_fc1)) is sch
-    assert list(sch.child) == ["fc2", "drop", "Sequential_0"]
-    assert sch["Sequential_0"].mod is new
-    expected = sch.mod.fc2(new(X)) + X
-    assert torch.allclose(sch.mod(X), expected)
 
 
 def test_names_take_the_first_free_number() -> None:

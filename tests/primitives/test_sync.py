@@ -110,15 +110,6 @@ def test_the_first_tensor_is_meant(pair: None) -> None:
     assert x.shape == (2, 3)
 
 
-def test_calls_without_tensors_say_so() -> None:
-    sch = node(two()).sync("fwd_pre", "RR->RS")
-    with pytest.raises(TypeError, match="the call has no tensor argument"):
-        sch.mod(x=3)
-    sch = node(two()).sync("fwd_post", "all_reduce")
-    with pytest.raises(TypeError, match="the output is a tuple without a tensor; put"):
-        sch.mod(x=3)
-
-
 def test_masks_come_with_the_reduction_of_a_vocabulary(pair: None) -> None:
     sch = node(nn.Embedding(8, 3))
     table = sch.mod.weight.detach().clone()

@@ -34,12 +34,6 @@ def test_children_stay_calls_under_their_names(recursive: bool) -> None:
     torch.testing.assert_close(sch.mod(X), reference(X))
 
 
-def test_flat() -> None:
-    sch = slapo.create_schedule(Stack(1))
-    sch.trace(flatten=True)
-    assert targets(sch) == ["layers.0.fc1", "layers.0.fc2", "layers.0.drop", "head"]
-
-
 @pytest.mark.parametrize("leaf", ["Block", "layers.0"])
 def test_leaves_by_class_or_path(leaf: str) -> None:
     sch = slapo.create_schedule(Stack(1))
@@ -48,15 +42,6 @@ def test_leaves_by_class_or_path(leaf: str) -> None:
     flat = slapo.create_schedule(Stack(1))
     flat.trace(flatten=True, leaf_modules=(leaf,))
     assert targets(flat) == ["layers.0", "head"]
-
-
-def test_modules_that_are_not_traceable_are_leaves() -> None:
-    class Sealed(Block):
-        traceable = False
-
-    sch = slapo.create_schedule(nn.Sequential(Sealed()))
-    sch.trace(flatten=True)
-    assert targets(sch) == ["0"]
 
 
 @pytest.mark.parametrize("tracer", ["pytorch", "huggingface"])

@@ -170,8 +170,10 @@ def compare(
     found = {"losses": 0.0, "norms": 0.0}
     for batch in batches:
         mine = of_this_rank(engine.mesh, batch)
-        loss = engine.train_batch(iter([mine if form is None else form(mine)])).item()
-        found["losses"] = max(found["losses"], abs(loss - alone.step(batch)))
+        loss = engine.train_batch(iter([mine if form is None else form(mine)]))
+        assert (loss.dim(), loss.dtype, loss.requires_grad) == (0, torch.float32, False)
+        assert len(set(gathered(loss.item(), None))) == 1, "the same on all ranks"
+        found["losses"] = max(found["losses"], abs(loss.item() - alone.step(batch)))
         if engine.grad_norm is not None:
             apart = abs(float(engine.grad_norm) / alone.norms[-1] - 1)
             found["norms"] = max(found["norms"], apart)

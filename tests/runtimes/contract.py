@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
+from tests.graph.served import make as module_of
 from tests.runtimes.alone import Alone
 
 VOCABULARY, SIZE, LENGTH, BATCH, MICRO_BATCHES = 24, 8, 5, 8, 4
@@ -52,15 +53,10 @@ class Model(nn.Module):
         return self.head(self.mode(x))
 
 
-class WithUnused(nn.Module):
+def with_unused() -> nn.Module:
     """A model with parameters that no loss depends on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(x)
+    layers = {"used": nn.Linear(3, 3), "unused": nn.Linear(3, 3)}
+    return module_of(lambda self, x: self.used(x), **layers)
 
 
 def loss_fn(output: Tensor, targets: Tensor) -> Tensor:

@@ -25,16 +25,12 @@ from slapo.framework_dialect.pytorch.placement import SCHEDULES
 from slapo.pipeline import PipelinedModule, generate_pipeline_partition
 from slapo.pipeline.boundaries import Boundaries, Boundary, describe_tensors
 from slapo.sharding.groups import group_of_one
-from slapo.sharding.shards import shards_of
 from tests.communication import Collectives
 from tests.runtimes import contract
 from tests.runtimes.layouts import SIZES, batches, build
 from tests.runtimes.ranks import on_ranks
 
 Counts = dict[str, int]
-
-#: Of gradients, in float32: sums over two ranks are in another order.
-TOLERANCE = 1e-6
 
 
 # --- tensor parallelism --------------------------------------------------------------------------
@@ -44,12 +40,10 @@ def model_of(family: Family, layers: int) -> nn.Module:
 
 
 def collectives_of(name: str, layers: int, by_tokens: bool) -> tuple[Counter[str], Counter[str]]:
-    """Forward and backward, of a model whose gradients are right."""
+    """Forward and backward."""
     family = FAMILIES[name]
     inputs, targets = batches(family)[0]
     slapo.set_random_seed(1, tp_rank=torch.distributed.get_rank())  # which fork_rng() needs
-    expected = model_of(family, layers)
-    family.loss(expected(**inputs), targets).backward()
     sch = slapo.create_schedule(model_of(family, layers), group=torch.distributed.group.WORLD)
     schedule(sch, family, sequence_parallel=by_tokens)
     model, _ = slapo.build(sch, check=False)  # which would compare the first gradients
@@ -57,12 +51,6 @@ def collectives_of(name: str, layers: int, by_tokens: bool) -> tuple[Counter[str
         loss = family.loss(model(**inputs), targets)
     with Collectives() as backward:
         loss.backward()
-    for path, module in model.named_modules():
-        for leaf, parameter in module.named_parameters(recurse=False):
-            whole = expected.get_submodule(path).get_parameter(leaf).grad
-            spec = shards_of(module).get(leaf)
-            part = whole if spec is None else spec.slice(whole)
-            assert (parameter.grad - part).abs().max().item() < TOLERANCE, (name, path, leaf)
     return forward.counts(), backward.counts()
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
+from slapo.agreement import gathered
 from slapo.framework_dialect.pytorch.data_parallel import fsdp_units
 from tests.primitives.models import Stack, TwoLayers
 from tests.runtimes.alone import Alone, compare, largest_difference, of_this_rank, whole
@@ -25,6 +26,7 @@ from tests.runtimes.contract import (
     alone,
     build,
     data,
+    halving,
     loss_fn,
     make,
     seeded,
@@ -102,9 +104,10 @@ def as_tokenized(batch: Any) -> Any:
 @pytest.mark.parametrize(("target", "layout", "options"), [*CASES, *OF_TORCH], ids=shown)
 @on_ranks()
 def test_losses_that_count_are_exact(target: str, layout: Any, options: dict[str, Any]) -> None:
-    """Clipped at every step."""
-    engine = make(target, layout, loss_fn=counted, clip_grad_norm=CLIP, **options)
-    reference = alone(loss_fn=counted, clip=CLIP)
+    """Clipped at every step, with a rate that halves."""
+    given = {"loss_fn": counted, "lr_scheduler": halving}
+    engine = make(target, layout, clip_grad_norm=CLIP, **given, **options)
+    reference = alone(clip=CLIP, **given)
     found = compare(engine, reference, uneven(), as_tokenized)
     assert max(found.values()) < TOLERANCE, found
     assert min(reference.norms) > CLIP
@@ -189,12 +192,17 @@ def test_the_whole_surface(target: str, layout: Any, options: dict[str, Any]) ->
     reference = alone(optimizer=no_decay_for_biases, named=True)
     assert max(compare(engine, reference, data(2)).values()) < TOLERANCE
     assert all(m.training for m in engine.module.modules())
+    assert f"mesh {layout}" in repr(engine)
+    assert set().union(*gathered(list(start), None)) == seeded().state_dict().keys()
 
     # Back to the start: a copy of the optimizer's own would go on from where it was.
+    again, batch = alone(optimizer=no_decay_for_biases, named=True), next(data())
+    mine = of_this_rank(engine.mesh, batch)
+    engine.eval_batch(iter([mine]))  # FSDP2 keeps what it has gathered
     engine.load_state_dict(start)
-    again = alone(optimizer=no_decay_for_biases, named=True)
     assert largest_difference(engine, again.state()) == 0
-    engine.eval_batch(iter([of_this_rank(engine.mesh, next(data()))]))
+    evaluated = engine.eval_batch(iter([mine]))
+    assert abs(evaluated.item() - again.evaluate(batch)[0]) < TOLERANCE
     assert max(compare(engine, again, data(1, seed=9)).values()) < TOLERANCE
     assert engine.step_count == 3
 

@@ -62,13 +62,13 @@ def hang() -> None:
 class FailsLater:
     """A loss that fails at its 10th micro-batch, on the last stage's rank only."""
 
-    def __init__(self, fails: bool = True) -> None:
-        self.count, self.fails = 0, fails
+    def __init__(self, fails: bool = True, error: type[BaseException] = ValueError) -> None:
+        self.count, self.fails, self.error = 0, fails, error
 
     def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
         self.count += 1
         if self.count == 10 and self.fails:
-            raise ValueError("the loss is not to be had")
+            raise self.error("the loss is not to be had")
         return loss_fn(output, targets)
 
 
@@ -220,24 +220,30 @@ def test_an_engine_leaves_no_group_behind() -> None:
 
 @on_ranks_by_rows(
     [
-        ("torch", (1, 2, 1), {}),
-        ("torch", (1, 2, 1), {"data_parallel": "fsdp"}),
-        *[("deepspeed", (1, 2, 1), {"zero": zero}) for zero in range(4)],
-        ("megatron", (1, 2, 1), {}),
-        ("megatron", (1, 2, 1), {"overlap_grad_reduce": True}),
+        (target, (1, 2, 1), options, error)
+        for target, options in [
+            ("torch", {}),
+            ("torch", {"data_parallel": "fsdp"}),
+            *[("deepspeed", {"zero": zero}) for zero in range(4)],
+            ("megatron", {}),
+            ("megatron", {"overlap_grad_reduce": True}),
+        ]
+        for error in (ValueError, KeyboardInterrupt)
     ]
 )
 def test_no_further_step_is_taken_after_one_that_failed(
-    target: str, layout: Any, options: dict[str, Any]
+    target: str, layout: Any, options: dict[str, Any], error: type[BaseException]
 ) -> None:
     """Gradients of the failed step are in buffers of the library: they would count in the next."""
-    engine, batches = make(target, layout, loss_fn=FailsLater(), **options), data(steps=9)
+    loss = FailsLater(error=error)
+    engine, batches = make(target, layout, loss_fn=loss, **options), data(steps=9)
     engine.train_batch(batches)
     engine.train_batch(batches)
     before = copied(engine)
-    with pytest.raises(ValueError, match="the loss is not to be had"):
+    with pytest.raises(error, match="the loss is not to be had"):
         engine.train_batch(batches)  # in its second micro-batch
-    with pytest.raises(SlapoError, match="an earlier step failed with ValueError: the loss is n"):
+    text = f"an earlier step failed with {error.__name__}: the loss is n"
+    with pytest.raises(SlapoError, match=text):
         engine.train_batch(batches)
     assert engine.step_count == 2
     if options.get("zero") != 3:  # which is still gathered for the step that failed

@@ -24,6 +24,7 @@ from slapo.framework_dialect.gradients import (
 )
 from slapo.mesh import init_mesh, new_group
 from slapo.sharding import reduce_forward_output
+from tests.graph.served import make as module_of
 from tests.runtimes import contract
 from tests.runtimes.alone import Alone
 from tests.runtimes.ranks import on_ranks
@@ -98,17 +99,16 @@ def test_norm_without_gradients_and_of_mixed_types() -> None:
     assert float(global_norm([*params, params[0]])) == pytest.approx(5.0, abs=1e-6)
 
 
-class OwnSlice(nn.Module):
+def own_slice(rows: Tensor, bias: Tensor, sums: bool) -> nn.Module:
     """A layer that its author has sharded by hand: each rank holds some of the rows."""
 
-    def __init__(self, rows: Tensor, bias: Tensor, sums: bool) -> None:
-        super().__init__()
-        self.weight, self.bias, self.sums = nn.Parameter(rows), nn.Parameter(bias), sums
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         part = torch.nn.functional.linear(x, self.weight).square().sum()
-        whole = reduce_forward_output(part) if self.sums else part
-        return whole + self.bias.square().sum()
+        return (reduce_forward_output(part) if sums else part) + self.bias.square().sum()
+
+    layer = module_of(forward)
+    layer.weight, layer.bias = nn.Parameter(rows), nn.Parameter(bias)
+    return nn.Sequential(layer)
 
 
 @on_ranks(2)
@@ -123,8 +123,7 @@ def test_a_slice_that_a_user_has_made_counts_once_it_is_said_to_be_one() -> None
         return output
 
     def build(annotated: bool) -> Any:
-        model = nn.Sequential(OwnSlice(rows.clone(), bias.clone(), True))
-        sch = slapo.create_schedule(model, group=mesh["tp"])
+        sch = slapo.create_schedule(own_slice(rows.clone(), bias.clone(), True), group=mesh["tp"])
         if annotated:
             sch["0"].annotate("weight", "orig_shape", weight.shape)
         options = {"loss_fn": loss_fn, "optimizer": contract.sgd, "clip_grad_norm": clip}
@@ -133,7 +132,7 @@ def test_a_slice_that_a_user_has_made_counts_once_it_is_said_to_be_one() -> None
     with pytest.raises(slapo.SlapoError, match="has different values on tensor-parallel") as caught:
         build(annotated=False)
     assert 'annotate(name, "orig_shape", full_shape)' in str(caught.value)
-    engine, whole = build(annotated=True), nn.Sequential(OwnSlice(weight, bias, False))
+    engine, whole = build(annotated=True), own_slice(weight, bias, False)
     reference = Alone(whole, loss_fn, contract.sgd, clip=clip)
     for batch in batches:
         loss = engine.train_batch(iter([batch])).item()

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 pytest.importorskip("transformers")
 
 from examples.parallel_models import FAMILIES
 from tests.distributed import RankFailure, run_distributed
 from tests.runtimes.layouts import (
-    MICRO_BATCHES,
-    SIZES,
     batches,
     build,
     check_families,
     check_repeats,
-    model_of,
 )
 from tests.runtimes.ranks import on_ranks
 
@@ -101,27 +95,3 @@ def test_a_backward_that_cannot_be_split() -> None:
 @on_ranks(4, timeout=280)
 def test_dropout_repeats(target: str, name: str) -> None:
     check_repeats(name, target, (2, 1, 2))
-
-
-@on_ranks(2)
-def test_split_dropout_draws_other_numbers_on_each_rank() -> None:
-    """Of T5 over two ranks, within split blocks and after them: masks, and those both draw."""
-    # Its check of the first batch would call the hooks below, too.
-    engine = build("t5", "torch", (1, 1, 2), model_of("t5", dropout=0.5), check=False)
-    within: list[Tensor] = []
-    after: list[Tensor] = []
-    for path, module in engine.module.named_modules():
-        if path.endswith(("DenseReluDense.dropout", "DenseReluDense.mod.dropout")):
-            module.register_forward_hook(lambda m, i, output: within.append(output != 0))
-        if re.search(r"layer\.\d\.dropout$", path):
-            module.register_forward_hook(lambda m, i, output: after.append(output != 0))
-    engine.train_batch(iter(batches(FAMILIES["t5"])))
-    assert (len(within), sum(map(_is_alike, within))) == (MICRO_BATCHES * SIZES.layers, 0)
-    # Each layer ends two or three blocks.
-    assert len(after) == sum(map(_is_alike, after)) > MICRO_BATCHES * SIZES.layers
-
-
-def _is_alike(mask: Tensor) -> bool:
-    both = [torch.empty_like(mask.float()) for _ in range(2)]
-    torch.distributed.all_gather(both, mask.float())
-    return torch.equal(*both)

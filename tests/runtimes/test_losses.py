@@ -38,21 +38,12 @@ def test_nothing_that_counts_is_a_loss_of_zero() -> None:
     assert scale.isfinite()
 
 
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        (None, "add .labels. to the batch of a Transformers model"),
-        (torch.ones(2), r"loss_fn returned \(2,\); it must return one number"),
-        ({}, "loss_fn returned dict"),
-        ((torch.tensor(1.0), "many"), "the count 'many' in"),
-        ((torch.tensor(1.0), -1), "the count -1 in"),
-        ((torch.tensor(1.0), float("nan")), "the count nan in"),
-        ((torch.tensor(1.0), torch.ones(2)), r"the count a tensor of shape \(2,\) in"),
-    ],
-)
-def test_what_is_no_loss(returned: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LossAccumulator().add(returned)
+def test_what_is_no_loss() -> None:
+    """Beside ``golden/mistakes/train_batch.txt``."""
+    with pytest.raises(ValueError, match=r"add .labels. to the batch of a Transformers model"):
+        LossAccumulator().add(None)
+    with pytest.raises(ValueError, match="loss_fn returned dict"):
+        LossAccumulator().add({})
 
 
 def test_a_loss_function_does_not_change_its_kind() -> None:

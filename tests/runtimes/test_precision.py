@@ -43,7 +43,11 @@ CLOSE = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
         ("torch", (1, 2, 1), torch.bfloat16, {"data_parallel": "fsdp"}),
         ("torch", (2, 1, 1), torch.bfloat16, {"data_parallel": "fsdp"}),
         ("torch", (2, 2, 1), torch.bfloat16, {"data_parallel": "fsdp"}),
+        ("deepspeed", (2, 1, 1), torch.bfloat16, {"clip_grad_norm": 0.1}),
+        ("deepspeed", (1, 2, 1), torch.bfloat16, {"clip_grad_norm": 0.1}),
         ("deepspeed", (1, 2, 1), torch.bfloat16, {"zero": 2}),
+        # Where the second tensor-parallel rank of the last stage has no gradient to count.
+        ("deepspeed", (2, 1, 2), torch.bfloat16, {"cuts": [3], "clip_grad_norm": 0.1}),
     ]
 )
 def test_half_precision_with_copies_in_float32(
@@ -51,10 +55,12 @@ def test_half_precision_with_copies_in_float32(
 ) -> None:
     """Against parameters of half precision, with an optimizer and sums of gradients in float32."""
     engine = make(target, layout, dtype=dtype, **options)
-    reference = alone(dtype=dtype, parts=MICRO_BATCHES * layout[1])
+    clip = options.get("clip_grad_norm")
+    reference = alone(dtype=dtype, parts=MICRO_BATCHES * layout[1], clip=clip)
     found = compare(engine, reference, data(4))
     assert found["losses"] < 3 * CLOSE[dtype]  # of size 3
     assert found["state"] < CLOSE[dtype]
+    assert found["norms"] < 3 * CLOSE[dtype]
 
 
 @on_ranks(2)

@@ -32,21 +32,6 @@ class Mlp(nn.Module):
         return self.fc2(self.act(self.fc1(x)))
 
 
-class Gpt2(nn.Module):
-    """The model of Transformers, as it comes: with a packed Conv1D for query, key and value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        sizes = {"vocab_size": 24, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 8}
-        self.lm = GPT2LMHeadModel(GPT2Config(**sizes, **drops))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.lm(tokens).logits
-
-
 class UnequalBlocks(nn.Module):
     """A packed projection whose parts have different sizes, as with grouped key-value heads."""
 
@@ -279,29 +264,12 @@ def shared_layer(sch: Schedule) -> None:
     gathered(column(sch, "first").sync("bwd_post", "all_reduce"))
 
 
-def hf_attention(sch: Schedule) -> None:
-    sch["c_attn"].shard("weight", axis=1, blocks=3).shard("bias", axis=0, blocks=3)
-    sch["c_proj"].shard("weight", axis=0).sync("fwd_post", "all_reduce")
-    sch.sync("bwd_post", "all_reduce")
-    sch.set("num_heads", sch.mod.num_heads // sch.world_size)
-
-
 def flash_attention(sch: Schedule) -> None:
     sch.sync("bwd_post", "all_reduce")
     for name in ["qkv"] if "qkv" in sch else ["query", "key", "value"]:
         blocks = 3 if name == "qkv" else 1
         sch[name].shard("weight", 0, blocks=blocks).shard("bias", 0, blocks=blocks)
     sch["out_proj"].shard("weight", 1).sync("fwd_post", "all_reduce")
-
-
-def gpt2(sch: Schedule) -> None:
-    lm = sch["lm"]
-    vocabulary(lm, "transformer.wte", "lm_head")
-    for block in lm.select("transformer.h.*"):
-        hf_attention(block["attn"])
-        block["attn"].set("split_size", block["attn"].mod.split_size // sch.world_size)
-        block["mlp.c_fc"].shard("weight", 1).shard("bias", 0).sync("bwd_post", "all_reduce")
-        block["mlp.c_proj"].shard("weight", 0).sync("fwd_post", "all_reduce")
 
 
 def unequal_blocks(sch: Schedule) -> None:
@@ -512,7 +480,6 @@ CASES: dict[str, Case] = {
     "FlashAttention, packed": Case(
         lambda: FlashAttention(16, 4, fused_qkv=True, causal=True), flash_attention, WIDER
     ),
-    "GPT-2": Case(Gpt2, gpt2, tokens),
     "unequal blocks": Case(UnequalBlocks, unequal_blocks, X),
     "Conv2d and BatchNorm2d": Case(ConvNet, conv_net, IMAGES),
     "Conv1d and BatchNorm1d": Case(lambda: ConvNet(1), conv_net, activations(BATCH, 3, 11)),

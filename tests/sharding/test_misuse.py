@@ -127,23 +127,16 @@ class Named(NamedTuple):
     step: int = 0
 
 
-class Reads(MLP):
-    def __init__(self, read: Callable[[Any], Tensor]) -> None:
-        super().__init__()
-        self.read = read
-
-    def forward(self, state: Any) -> Tensor:
-        return super().forward(self.read(state))
+def reading(read: Callable[[Any], Tensor]) -> nn.Module:
+    return make(lambda self, state: self.mlp(read(state)), mlp=MLP())
 
 
-class Keywords(MLP):
-    def forward(self, *, x: Tensor, memory: Tensor) -> Tensor:
-        return super().forward(x) + memory
+def by_keyword() -> nn.Module:
+    return make(lambda self, *, x, memory: self.mlp(x) + memory, mlp=MLP())
 
 
-class Places(Keywords):
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        return super().forward(x=x, memory=memory)
+def by_place() -> nn.Module:
+    return make(lambda self, x, memory: self.mlp(x) + memory, mlp=MLP())
 
 
 class Opaque:
@@ -164,12 +157,12 @@ def inputs_in_objects_and_by_keyword(rank: int, world: int) -> None:
         (lambda x: [State(x), 1], lambda state: state[0].hidden),
     ]
     for wrap, read in [*kinds, (Opaque, lambda state: state.hidden)]:
-        model = Reads(read)
+        model = reading(read)
         reference = copy.deepcopy(model)
         x, y = (torch.ones(2, 4).requires_grad_() for _ in range(2))
         sch = slapo.create_schedule(model)
-        sch["fc1"].shard("weight", 0).shard("bias", 0)
-        sch["fc2"].shard("weight", 1).sync("fwd_post", "all_reduce")
+        sch["mlp.fc1"].shard("weight", 0).shard("bias", 0)
+        sch["mlp.fc2"].shard("weight", 1).sync("fwd_post", "all_reduce")
         sch.sync("bwd_post", "all_reduce")
         slapo.build(sch)
         if wrap is Opaque:
@@ -180,25 +173,18 @@ def inputs_in_objects_and_by_keyword(rank: int, world: int) -> None:
         model(wrap(x)).square().sum().backward()
         reference(wrap(y)).square().sum().backward()
         assert_close(x.grad, y.grad, rtol=0, atol=1e-5)
-    sch = slapo.create_schedule(Keywords())
+    sch = slapo.create_schedule(by_keyword())
     sch.sync("fwd_pre", "all_gather", axis=0, tensor_parallel_output_grad=False)
     x, memory = torch.ones(1, 4), torch.ones(2, 4)
     shapes = [sch.mod(x=x, memory=memory).shape[0], sch.mod(memory=memory, x=x).shape[0]]
-    for cls in (Keywords, Places):
-        named = slapo.create_schedule(cls()).sync("fwd_pre", "RS->RR", argument="memory").mod
+    for build in (by_keyword, by_place):
+        named = slapo.create_schedule(build()).sync("fwd_pre", "RS->RR", argument="memory").mod
         shapes.append(named(x=torch.ones(2, 4), memory=torch.ones(2, 2)).shape[-1])
     shapes.append(named(torch.ones(2, 4), torch.ones(2, 2)).shape[-1])
     assert shapes == [2, 2, 4, 4, 4]
 
 
 # --- around the model ----------------------------------------------------------------------------
-
-
-def test_a_model_that_is_wrapped_already() -> None:
-    with pytest.raises(TypeError, match=r"is a DataParallel already.*schedule the model itself"):
-        slapo.create_schedule(nn.DataParallel(MLP()))
-
-
 def test_optimizers_of_what_was_taken_out_go_on() -> None:
     model = MLP()
     sch = slapo.create_schedule(model)

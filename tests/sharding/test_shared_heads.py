@@ -17,8 +17,7 @@ from tests.check.verdicts import fake_world
 from tests.distributed import run_distributed
 from tests.runtimes.alone import Alone, compare
 from tests.runtimes.cuda_standin import cuda_on_cpu
-from tests.runtimes.layouts import sgd
-from tests.runtimes.megatron_cases import adam, megatron_adam
+from tests.runtimes.layouts import adam, megatron_adam, sgd
 from tests.sharding.families import SHARED, Steps, tokens
 from tests.sharding.parallel_models import HIDDEN, GroupedHeads, grouped_heads
 

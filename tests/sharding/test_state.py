@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import slapo
 from slapo.agreement import gathered
@@ -158,18 +157,11 @@ def told(act: Callable[[], Any]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-class TwoInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-
-    def forward(
-        self, x: Tensor, y: Tensor, pair: Any = None, scale: Tensor | None = None
-    ) -> Tensor:
-        out = x * self.weight + 2 * y * self.weight
-        if pair is not None:
-            out = out + pair[0] + pair[1]
-        return out if scale is None else out * scale
+def adds(self: Any, x: Tensor, y: Tensor, pair: Any = None, scale: Tensor | None = None) -> Tensor:
+    out = x * self.weight + 2 * y * self.weight
+    if pair is not None:
+        out = out + pair[0] + pair[1]
+    return out if scale is None else out * scale
 
 
 def leaves(count: int) -> list[Tensor]:
@@ -180,7 +172,8 @@ def leaves(count: int) -> list[Tensor]:
 def gradients_of_all_inputs_are_summed(rank: int, world: int) -> None:
     def summed_of(*args: Tensor, names: str = "", **kwargs: Any) -> list[float]:
         """Gradients of the tensors that the call of a new model was made of."""
-        model = TwoInputs()
+        model = make(adds)
+        model.weight = nn.Parameter(torch.ones(2))
         slapo.create_schedule(model).sync("bwd_post", "all_reduce", argument=names or None)
         model(*args, **kwargs).sum().backward()
         pair = kwargs.get("pair", ())
@@ -330,34 +323,6 @@ def the_norm_is_that_of_the_model_under_fsdp(rank: int, world: int) -> None:
     )
     text = told(lambda: slapo.clip_grad_norm_(flat, 0.5))
     assert "FullyShardedDataParallel mixes sharded and replicated" in text
-
-
-def test_a_limit_that_is_none() -> None:
-    with pytest.raises(ValueError, match="max_norm is 0; pass a number above 0"):
-        slapo.clip_grad_norm_(nn.Linear(2, 2), 0)
-
-
-def summed(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return sync_ops.reduce_forward_output(output, None)
-
-
-@on_two_ranks.each((True,), (False,))
-def ddp_over_the_ranks_that_a_model_is_sharded_over(rank: int, world: int, by_name: bool) -> None:
-    found = {}
-    for name, groups in {"tp": (None, None), "dp": dist.new_subgroups(1)[:1] * 2}.items():
-        torch.manual_seed(0)
-        model = Model()
-        sch = slapo.create_schedule(model, group=groups[0])
-        sch["up"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
-        down = sch["down"].shard("weight", 1)
-        if by_name:
-            down.sync("fwd_post", "all_reduce")
-        else:
-            down.sync("fwd_post", summed)
-        slapo.build(sch)
-        found[name] = told(lambda model=model: DistributedDataParallel(model)(IDS).sum().backward())
-    assert "DistributedDataParallel would treat the ranks [0, 1] as replicas, but" in found["tp"]
-    assert found["dp"] == "None"
 
 
 @on_four_ranks
