@@ -111,8 +111,8 @@ def load_pretrained(
         target.check_between_steps(what)
     if dtype is not None and not isinstance(target, Schedule):
         raise ValueError(
-            f"load_pretrained: dtype={dtype} is for a schedule before build; leave it out, since a built model "
-            "has its training dtype already"
+            f"load_pretrained: dtype={dtype} is for a schedule before build; leave it out, since a "
+            "built model has its training dtype already"
         )
     same_on_all_ranks(what, {"folder": str(folder), "missing": missing, "dtype": str(dtype)})
     found = all_ranks_or_none(what, lambda: _find(original, Path(folder).absolute(), missing))

@@ -185,7 +185,8 @@ REMEDY = re.compile(
 #: A value: in quotes, in brackets, a number, a class, or what was given.
 VALUE = re.compile(
     r"'[^']+'|\"[^\"]+\"|\[.*\]|\(\)|\d|\b(?:got|(?:is|made|returned) an?|is already) \w+"
-    r"|\w+=|\w+[._/]\w+|<lambda>|: \w+ and \w+;|\b[A-Z][a-z]+[A-Z]\w+|\bon [A-Z]\w+:|is inf\b|\w+ there, "
+    r"|\w+=|\w+[._/]\w+|<lambda>|: \w+ and \w+;|\b[A-Z][a-z]+[A-Z]\w+|\bon [A-Z]\w+:|is inf\b"
+    r"|\w+ there, "
 )
 
 
