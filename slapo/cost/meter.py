@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from slapo.op.dispatch import only_counted
 
@@ -32,14 +32,17 @@ _FREE_NAMES = (
 _FREE = frozenset(_FREE_NAMES.split())
 
 
-def _flash_forward(*args: Any, **kwargs: Any) -> int:
-    query, key, value = (t.shape for t in args[:3])
-    return int(sdpa_flop_count(query, key, value))
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    # Keys and values may have fewer heads, which older formulas of torch refuse.
+    return 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
-def _flash_backward(*args: Any, **kwargs: Any) -> int:
-    grad, query, key, value = (t.shape for t in args[:4])
-    return int(sdpa_backward_flop_count(grad, query, key, value))
+def _attention_backward(
+    _grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> int:
+    # The scores once more; gradients of scores, queries, keys and values.
+    widths = 3 * query.shape[-1] + 2 * value.shape[-1]
+    return 2 * query.shape[:-1].numel() * key.shape[-2] * widths
 
 
 def _grouped_shape(
@@ -63,11 +66,15 @@ def _grouped(*args: Any, **kwargs: Any) -> int:
 
 
 #: FLOP formulas that torch's own table lacks.
-_FORMULAS: dict[str, Callable[..., int]] = {
-    "_scaled_dot_product_flash_attention_for_cpu": _flash_forward,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _flash_backward,
-    "_grouped_mm": _grouped,
-}
+_FORMULAS: dict[str, Callable[..., int]] = {"_grouped_mm": _grouped}
+for _kernel_name in (
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+):
+    _FORMULAS[_kernel_name] = _attention
+    _FORMULAS[f"{_kernel_name}_backward"] = _attention_backward
 
 
 #: Collective of c10d, or functional one -> its name in :attr:`.machine.Machine.links`.

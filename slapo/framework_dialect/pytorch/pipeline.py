@@ -10,6 +10,7 @@ import torch
 import torch.distributed.pipelining as pipelining
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.torch_version import TorchVersion
 
 from slapo.agreement import on_every_rank
 from slapo.errors import SlapoError
@@ -24,6 +25,23 @@ from slapo.pipeline.boundaries import Boundary, autocasting, describe_tensors
 
 #: Number of torch schedules kept, for shapes of micro-batches in training and evaluation.
 _RUNS_KEPT = 4
+
+
+#: Before 2.12, torch asks for the gradient of every tensor that a stage receives.
+_SENDS_FLOATS_ONLY = TorchVersion(torch.__version__) < "2.12"
+
+
+def _refuse_integers(boundaries: Sequence[Boundary]) -> None:
+    sent = [meta for boundary in boundaries[1:] for meta in boundary]
+    names = sorted({meta.name for meta in sent if not meta.dtype.is_floating_point})
+    if names:
+        raise on_every_rank(
+            SlapoError(
+                f"stages would send {names}, which are no floating-point tensors, but torch "
+                f"{torch.__version__} trains no such pipeline; update torch to 2.12 or newer, call "
+                'the model without a mask that masks nothing, or pass target="deepspeed"'
+            )
+        )
 
 
 class StageRunner(nn.Module):
@@ -251,6 +269,8 @@ class TorchPipelineEngine(TorchEngineBase):
         boundaries = self._boundaries.of(inputs)
         if train and self.schedule.splits_backward:
             self._check_gradients_cross(boundaries)
+        if train and _SENDS_FLOATS_ONLY:
+            _refuse_integers(boundaries)
         stages = [self._make_stage(index, boundaries, train) for index in self.runners]
         cls: Any = getattr(pipelining, self.schedule.cls)
         single = issubclass(cls, PipelineScheduleSingle)

@@ -37,6 +37,7 @@ _UNTAGGED: tuple[str, ...] = ("copy", "masked_fill", "_to_copy", "hardswish", "l
 _UNTAGGED += ("leaky_relu_backward", "elu_backward", "hardtanh_backward", "hardsigmoid_backward")
 _UNTAGGED += ("hardswish_backward", "softplus_backward", "mish_backward", "softshrink_backward")
 _UNTAGGED += (
+    "leaky_relu",
     "_prelu_kernel",
     "_prelu_kernel_backward",
     "hardshrink_backward",
