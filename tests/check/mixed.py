@@ -28,8 +28,8 @@ from tests.check.mixed_moves import Move, Steps, cut, other_primitives, tensor_p
 from tests.check.verdicts import Verdict
 from tests.distributed import RankFailure, run_distributed
 
-#: Relative to the change of a parameter in all steps; float32 leaves a difference of some 1e-5.
-TOLERANCE = 1e-3
+#: Relative to the change of a parameter in all steps; losses are of float32.
+TOLERANCE = 1e-5
 MICRO_BATCHES = 2
 
 #: What is said, and what is true.
@@ -150,6 +150,8 @@ class Plan:
 def judged(rank: int, world_size: int, seeds: list[int]) -> list[Pair]:
     """What is said and true, in a job of two processes; of four for seeds with cuts."""
     logging.disable(logging.ERROR)
+    # In float32 the rounding of another order of sums moves a ReLU over its edge for some seeds.
+    torch.set_default_dtype(torch.float64)
     mesh = slapo.init_mesh(pp=world_size // 2, tp=2, device="cpu")
     slapo.set_random_seed(1, mesh=mesh)
     found = []
