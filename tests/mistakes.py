@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import io
 import json
 import shlex
@@ -80,18 +79,6 @@ def pair() -> tuple[nn.Module, Callable[[Schedule], Any], torch.Tensor]:
 
 #: A space to tune over, as a function and in a file.
 SPACE = "def space(choose): return {'tp': choose('tp', [1, 2])}\n"
-
-
-def trained(model: nn.Module | None = None, **options: Any) -> Any:
-    """An engine of PyTorch in this process."""
-    given = {"loss_fn": F.mse_loss, "optimizer": functools.partial(torch.optim.SGD, lr=0.1)}
-    mesh, sch = slapo.init_mesh(device="cpu"), slapo.create_schedule(model or Stack())
-    return slapo.build(sch, "torch", mesh=mesh, **{**given, **options})[0]
-
-
-def x_and_y() -> Any:
-    """A batch for it."""
-    return iter([(torch.ones(2, 4), torch.zeros(2, 4))])
 
 
 def tp(choose: Any) -> dict[str, Any]:

@@ -150,15 +150,16 @@ class _Mode(TorchDispatchMode):
         self.running = [ModuleCall("", found.model)]
         #: id of a tensor -> index of its value; tensors are kept alive, so ids are unique
         self.numbers: dict[int, int] = {}
-        #: memory -> its tensors
-        self._held: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._held: list[Tensor] = []
+        #: memory -> values that were written in place
+        self._writes: defaultdict[int, list[int]] = defaultdict(list)
 
     # --- values ---------------------------------------------------------------------------------
     def add(self, tensor: Tensor, value: Value) -> int:
         """Add the value of a tensor, and return its index."""
         self.found.values.append(value)
         if id(tensor) not in self.numbers:
-            self._held[_memory(tensor)].append(tensor)
+            self._held.append(tensor)
         self.numbers[id(tensor)] = len(self.found.values) - 1
         return self.numbers[id(tensor)]
 
@@ -168,6 +169,11 @@ class _Mode(TorchDispatchMode):
             path = self.running[-1].path
             why = f"a tensor made outside the pass, used in {path!r}"
             self.add(tensor, Value([fresh(size, why) for size in tensor.shape]))
+        # Written through other views since: their gradients pass on through this tensor too.
+        last = self.numbers[id(tensor)]
+        for written in self._writes.get(_memory(tensor), ()) if self._writes else ():
+            if written > last:
+                self._write_through(tensor, written)
         number = self.numbers[id(tensor)]
         if tensor.requires_grad:
             self._record(number)
@@ -234,7 +240,6 @@ class _Mode(TorchDispatchMode):
         # `F.linear` multiplies by a transposed weight, and packed weights are cut by views.
         is_view = len(values) == 1 and values[0].is_parameter and call.name not in _NO_VIEWS
         node = Node("operation", call.name, inputs, [], self.running[-1], call.contracted)
-        views: list[tuple[Tensor, Tensor]] = []
         for tensor, dims in zip(outs, found, strict=True):
             # Written in place: what the tensor had before has the same axes.
             is_written = id(tensor) in self.numbers
@@ -247,20 +252,18 @@ class _Mode(TorchDispatchMode):
                 value.unrecorded = node
             node.outputs.append(self.add(tensor, value))
             if is_written:
-                views += [(tensor, o) for o in self._held[_memory(tensor)] if o is not tensor]
+                self._writes[_memory(tensor)].append(node.outputs[-1])
         self.found.nodes.append(node)
-        for tensor, other in views:
-            self._write_through(tensor, other)
         return out
 
-    def _write_through(self, written: Tensor, other: Tensor) -> None:
+    def _write_through(self, tensor: Tensor, written: int) -> None:
         """Give a tensor a new value after a write in place through another view of its memory."""
-        numbers = [self.number(other), self.number(written)]
+        numbers = [self.numbers[id(tensor)], written]
         before, after = (self.found.values[number] for number in numbers)
         node = Node("operation", "copy", numbers, [], self.running[-1])
         needs_grad = before.needs_grad or after.needs_grad
         unrecorded = node if before.unrecorded or after.unrecorded else None
-        node.outputs.append(self.add(other, Value(before.dims, needs_grad, unrecorded=unrecorded)))
+        node.outputs.append(self.add(tensor, Value(before.dims, needs_grad, unrecorded=unrecorded)))
         self.found.nodes.append(node)
 
     def _by_rule(self, call: AxisCall) -> list[Dims]:

@@ -179,8 +179,15 @@ class TrainingOptions:
         options = cls(**given)
         if options.batch_dims:
             _check_arguments(options.batch_dims, model)
-        if options.has_optimizer:
-            _check_loss(options.loss_fn, model)
+        loss = getattr(options.loss_fn, "__self__", options.loss_fn)
+        if isinstance(loss, nn.Module):
+            known = set(map(id, model.parameters()))
+            own = [n for n, p in loss.named_parameters() if p.requires_grad and id(p) not in known]
+            if own and options.has_optimizer:
+                raise ValueError(
+                    f"loss_fn has parameters {own[:3]} that are not the model's, and no optimizer "
+                    "would update them; make the loss a module of the model, or freeze them"
+                )
         return options if options.dtype else replace(options, dtype=half_of(model))
 
     def __post_init__(self) -> None:
@@ -228,19 +235,6 @@ def _check_arguments(batch_dims: BatchDims, model: nn.Module) -> None:
             raise ValueError(
                 f"batch_dims has {name!r}, which {type(model).__name__}.forward does not take; "
                 f"{takes}"
-            )
-
-
-def _check_loss(loss_fn: LossFn | None, model: nn.Module) -> None:
-    """Refuse a loss with parameters that the model lacks: no optimizer would update them."""
-    loss = getattr(loss_fn, "__self__", loss_fn)
-    if isinstance(loss, nn.Module):
-        known = set(map(id, model.parameters()))
-        own = [n for n, p in loss.named_parameters() if p.requires_grad and id(p) not in known]
-        if own:
-            raise ValueError(
-                f"loss_fn has parameters {own[:3]} that are not the model's, and no optimizer "
-                "would update them; make the loss a module of the model, or freeze them"
             )
 
 

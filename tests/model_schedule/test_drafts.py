@@ -594,6 +594,7 @@ def test_gradients_through_writes_in_place() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             out = torch.zeros_like(x)
             out[..., :3] = x[..., :3] * self.scale
+            out[..., 5:] = 1.0  # of several writes, none hides the others
             return out + self.mix(x)
 
     drafted = slapo.draft(nn.Sequential(nn.Linear(9, 32), Scaled(32), Gated(32)), torch.randn(2, 9))
