@@ -22,7 +22,7 @@ from slapo.graph.trace.leaves import attributes_kept, is_torch_leaf
 from slapo.history import contains
 from slapo.random import states_kept
 from slapo.utils.outputs import tensors_in as tensors_of_output
-from slapo.verify.placement.call import name_of, run, tensors_in
+from slapo.verify.placement.call import memory_of, name_of, run, tensors_in
 from slapo.verify.placement.fake_parameters import FakeParameters, standing_in
 from slapo.verify.placement.paths import calls_followed
 from slapo.verify.placement.run import eager
@@ -129,11 +129,6 @@ def trace(
     return found
 
 
-def _memory(tensor: Tensor) -> int:
-    # Not data_ptr(), which is 0 for every fake tensor.
-    return tensor.untyped_storage()._cdata
-
-
 #: Operations whose result has the size of a tensor but none of its values.
 _NO_VIEWS = MAKERS | {"rand_like", "randn_like"}
 
@@ -171,7 +166,7 @@ class _Mode(TorchDispatchMode):
             self.add(tensor, Value([fresh(size, why) for size in tensor.shape]))
         # Written through other views since: their gradients pass on through this tensor too.
         last = self.numbers[id(tensor)]
-        for written in self._writes.get(_memory(tensor), ()) if self._writes else ():
+        for written in self._writes.get(memory_of(tensor), ()) if self._writes else ():
             if written > last:
                 self._write_through(tensor, written)
         number = self.numbers[id(tensor)]
@@ -252,7 +247,7 @@ class _Mode(TorchDispatchMode):
                 value.unrecorded = node
             node.outputs.append(self.add(tensor, value))
             if is_written:
-                self._writes[_memory(tensor)].append(node.outputs[-1])
+                self._writes[memory_of(tensor)].append(node.outputs[-1])
         self.found.nodes.append(node)
         return out
 

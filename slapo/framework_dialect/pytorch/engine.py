@@ -71,7 +71,7 @@ class TorchEngineBase(Engine):
     def _check_model(self) -> None:
         refuse_sharded(self.module)
         if self.options.data_parallel == "fsdp" or self.options.half is not None:
-            instead = 'data_parallel="ddp", with autocast= in place of dtype='
+            instead = 'data_parallel="ddp", with autocast= instead of dtype='
             self._refuse_scalars("torch: FSDP2, which half precision needs too,", instead)
 
     def _may_freeze(self) -> bool:

@@ -166,6 +166,12 @@ def rule_for(*names: str) -> Callable[[Rule], Rule]:
     return enter
 
 
+def memory_of(tensor: Tensor) -> int:
+    """Key of the memory that a tensor shares with its views."""
+    # Not ``data_ptr()``, which is 0 for every fake tensor.
+    return tensor.untyped_storage()._cdata
+
+
 @functools.cache
 def name_of(func: Any) -> str:
     """The name under which rules are registered."""

@@ -19,7 +19,16 @@ from slapo.sharding.steps import PAD, PART, SHARE, SUM_SHARED, Step
 # Imports register rules, including those of products.
 from slapo.verify.placement import einsum_rules as einsum_rules
 from slapo.verify.placement import row_order
-from slapo.verify.placement.call import RULES, Call, Rule, by_rule, name_of, run, tensors_in
+from slapo.verify.placement.call import (
+    RULES,
+    Call,
+    Rule,
+    by_rule,
+    memory_of,
+    name_of,
+    run,
+    tensors_in,
+)
 from slapo.verify.placement.place import (
     MASKED,
     OWN,
@@ -123,13 +132,13 @@ class PlaceMode(OperationLog):
                 self._forget_constants(out)
             put_place(out, place)
             if place.uniform or place.is_zero:
-                self._constants.setdefault(_memory(out), []).append(weakref.ref(out))
+                self._constants.setdefault(memory_of(out), []).append(weakref.ref(out))
 
     def _forget_constants(self, written: Tensor) -> None:
         """Drop the constant mark of tensors in the memory of a written tensor."""
-        for tensor in self._constants_at(_memory(written)):
+        for tensor in self._constants_at(memory_of(written)):
             put_place(tensor, replace(place_of(tensor), uniform=frozenset(), is_zero=False))
-        self._constants.pop(_memory(written), None)
+        self._constants.pop(memory_of(written), None)
 
     def with_origin(self, call: Call, place: Place) -> Place:
         """Add the origin of a placement; a replicated tensor keeps its latest origin."""
@@ -160,7 +169,7 @@ class PlaceMode(OperationLog):
             if at is None or call.places[at].same(place):
                 continue
             before = call.places[at]
-            others = [t for t in self._constants_at(_memory(out)) if t is not out]
+            others = [t for t in self._constants_at(memory_of(out)) if t is not out]
             # A view that is not known as constant keeps the placement that it was given, which the
             # write would make wrong: the storage has more users then than there are tensors to
             # correct.
@@ -384,12 +393,6 @@ class PlaceMode(OperationLog):
         constant = {*place.uniform, *(dim for dim, _ in place.runs)}
         constant |= {dim for dim, size in enumerate(tensor.shape) if size == 1}
         return tuple(ANY if d in constant else n for d, n in enumerate(tensor.shape))
-
-
-def _memory(tensor: Tensor) -> int:
-    """Key of the memory that a tensor shares with its views."""
-    # Not ``data_ptr()``, which is 0 for every fake tensor.
-    return tensor.untyped_storage()._cdata
 
 
 def _users(tensor: Tensor) -> int:
