@@ -638,6 +638,12 @@ BY_SIZE: dict[str, Callable[[Tensor], Tensor]] = {
     "if it is small": lambda h: h * 2 if h.shape[-1] < INNER else h,
     "either": lambda h: F.relu(h) if h.shape[-1] == INNER else F.gelu(h),
     "order": in_another_order,
+    "tensor of a float": lambda h: h / torch.tensor(float(h.shape[-1])),
+    "tensor of an integer": lambda h: h + torch.tensor([h.shape[-1]]),
+    "filled": lambda h: h / torch.full((), h.shape[-1]),
+    "filled like another": lambda h: h + torch.full_like(h, h.shape[-1]),
+    "padded": lambda h: h * F.pad(h.new_ones(1, 0), (0, 1), value=h.shape[-1]),
+    "factor": lambda h: torch.add(h, h, alpha=h.shape[-1]),
     "summand": lambda h: h + h.shape[-1],
     "exponent": lambda h: h.abs() ** (h.shape[-1] / INNER),
     "bound": lambda h: h.clamp(max=h.shape[-1] / INNER - 0.5),
@@ -768,11 +774,12 @@ def test_values_of_slices_are_not_read(ranks: int, read: Callable[[Tensor], Any]
 def test_one_row_found_by_values(ranks: int) -> None:
     """Rounding routes another number of rows in one process, which is no other size."""
 
+    found = {True: torch.tensor(1), False: torch.tensor(11)}
+
     class Found(Base):
         def forward(self, x: Tensor) -> Tensor:
             rows = self.emb(x).flatten(0, 1)
-            found = torch.tensor(1 if group_size() > 1 else 11)
-            (at,) = torch.where(torch.arange(len(rows)) < found)
+            (at,) = torch.where(torch.arange(len(rows)) < found[group_size() > 1])
             return self.fc2(self.fc1(rows[at]))
 
     check(split(Found()), X)

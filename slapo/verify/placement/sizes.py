@@ -6,6 +6,7 @@ shape and every slice.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
 )
+from torch.utils._python_dispatch import _disable_current_modes as modes_off
 from torch.utils._pytree import tree_leaves
 
 from slapo.history import contains
@@ -31,6 +33,8 @@ from slapo.verify.placement.raw_collectives import RAW, raw_collective
 from slapo.verify.placement.reduction_rules import ATTENTION
 from slapo.verify.placement.view_rules import COPIES
 
+#: Attribute of a tensor that was made of a number.
+_NUMBER = "_slapo_number"
 #: Placeholder for the size of a dimension along which a tensor is constant.
 ANY = "any"
 
@@ -155,7 +159,10 @@ class OperationLog(TorchDispatchMode):
         name = name_of(func)
         # A checkpoint recomputes its forward pass in the backward pass, where one process does not
         # run.
-        if _in_backward() or name in COPIES:
+        if _in_backward():
+            return
+        if name in COPIES:
+            _keep_number(name, args[0], out)
             return
         last = self._operation()
         numbers = _numbers(func, args, kwargs, whole)
@@ -201,12 +208,33 @@ def _numbers(func: Any, args: Any, kwargs: Any, whole: Whole) -> tuple[Any, ...]
     if name_of(func) != "slice":
         # Other integers are sizes and dimensions: sizes differ by design, and shapes show wrong
         # ones.
-        kinds = (int, float) if torch.Tag.pointwise in func.tags else (float,)
-        return tuple(value for value in tree_leaves((args, kwargs)) if type(value) in kinds)
+        found = [value for value in tree_leaves((args, kwargs)) if type(value) is float]
+        for name in _factors(func):
+            value = argument(func, args, kwargs, name)
+            if type(value) is int or hasattr(value, _NUMBER):
+                found.append(getattr(value, _NUMBER, value))
+        return tuple(found)
     dim = argument(func, args, kwargs, "dim", 0)
     size, size_of_all = args[0].shape[dim], whole(args[0])[dim]
     start = slice(argument(func, args, kwargs, "start"), None).indices(size)[0]
     return (ANY if size_of_all == ANY or not size else start * size_of_all // size,)
+
+
+@functools.cache
+def _factors(func: Any) -> list[str]:
+    """Names of the arguments that may be an integer which is a value, not a size."""
+    # The bounds of a range are sizes.
+    arguments = [] if name_of(func) == "arange" else func._schema.arguments
+    return [a.name for a in arguments if any(t in str(a.type) for t in ("number", "Tensor"))]
+
+
+def _keep_number(name: str, given: Tensor, out: Tensor) -> None:
+    """Keep the number that a tensor was made of, as by ``torch.tensor(number)``."""
+    if name == "lift_fresh" and given.numel() == 1:
+        with modes_off():
+            setattr(out, _NUMBER, given.item())
+    elif hasattr(given, _NUMBER):
+        setattr(out, _NUMBER, getattr(given, _NUMBER))
 
 
 Pair = tuple[Operation | None, Operation | None]
