@@ -364,6 +364,7 @@ PIXELS: dict[str, Callable[[Tensor], Tensor]] = {
     "antialiased": functools.partial(F.interpolate, size=5, mode="bilinear", antialias=True),
     "antialiased bicubic": functools.partial(F.interpolate, size=5, mode="bicubic", antialias=True),
     "unpooled": unpooled,
+    "shuffled": nn.Sequential(nn.PixelShuffle(2), nn.PixelUnshuffle(2)),
 }
 
 
@@ -374,11 +375,6 @@ def test_pools_of_sliced_channels(ranks: int, name: str) -> None:
     check(split(Images(PIXELS[name], flat)), x)
     sch = split(Images(PIXELS[name], flat), reduces=False)
     assert refused(sch, x).suspect == "fc2"
-
-
-def test_pixels_from_sliced_channels(ranks: int) -> None:
-    inside = nn.Sequential(nn.PixelShuffle(2), nn.PixelUnshuffle(2))
-    check(split(Images(inside, flat=False)), torch.randn(3, 3, 9, 11))
 
 
 # --- the truth -----------------------------------------------------------------------------------
