@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,39 +11,12 @@ from torch import Tensor, fx, nn
 
 import slapo
 from slapo.pattern import call_module
-from tests.primitives.models import Computes, OneLayer
+from tests.primitives.models import Computes
 from tests.runtimes.ranks import on_ranks
 from tests.sharding.parallel_models import Case
 from tests.sharding.test_tensor_parallel import check_case
 
 TRACERS = ["pytorch", "huggingface", "dynamo"]
-
-
-class Loose(OneLayer):
-    """A forward with all that a signature can have."""
-
-    def forward(
-        self, x: Tensor, must: Tensor | None, *rest: Tensor, scale: float = 2.0, **kwargs: Any
-    ) -> Tensor:
-        y = self.fc(x) * scale
-        return y if must is None else y + must
-
-
-def left_over(module: nn.Module, *inputs: str) -> dict[str, Any]:
-    """The idiom of published scripts."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    return {p.name: p.default for p in parameters if p.name not in inputs}
-
-
-@pytest.mark.parametrize("tracer", TRACERS)
-def test_constants_read_off_a_signature(tracer: str) -> None:
-    model, x = Loose(), torch.randn(2, 4)
-    constants = left_over(model, "x", "must")
-    assert constants["kwargs"] is inspect.Parameter.empty
-    sch = slapo.create_schedule(model)
-    expected = model(x, x)
-    assert sch.trace(tracer=tracer, concrete_args=constants, example_inputs=(x, x))
-    assert torch.equal(sch.mod(x, x), expected)
 
 
 class Inner(nn.Module):
@@ -169,20 +140,6 @@ def test_hooks_of_a_chain_go_to_what_replaces_it() -> None:
     assert seen == ["pre", "post", "backward"]
     hooks = slapo.utils.common.get_hooks(new)
     assert [len(hooks[mode]) for mode in ("fwd_pre", "fwd_post", "bwd_post")] == [1, 1, 1]
-
-
-def fill(module: nn.Module) -> None:
-    for param in module.parameters(recurse=False):
-        nn.init.ones_(param)
-
-
-def test_a_part_is_built_by_itself() -> None:
-    with slapo.init_empty_weights():
-        model = Outer()
-    part = slapo.create_schedule(model.a)
-    built, _ = slapo.build(part, init_weights=fill)
-    assert built is model.a
-    assert not any(p.is_meta for p in built.parameters())
 
 
 def test_a_node_is_built_by_itself() -> None:

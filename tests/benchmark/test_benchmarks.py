@@ -5,8 +5,6 @@ import functools
 import importlib.util
 import logging
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -112,30 +110,6 @@ def test_targets_say_whether_they_are_met(tmp_path: Path) -> None:
 
 
 # --- pipelines -----------------------------------------------------------------------------------
-def _order(text: str) -> list[Any]:
-    """``"F0.1 W2.0"`` -> forward of micro-batch 1 by stage 0, backward of weights of 0 by 2."""
-    return [
-        SimpleNamespace(
-            computation_type=SimpleNamespace(value=word[0]),
-            stage_index=int(word[1]),
-            microbatch_index=int(word[3]),
-        )
-        for word in text.split()
-    ]
-
-
-def test_span_of_an_order_of_work() -> None:
-    gpipe = {0: _order("F0.0 F0.1 B0.0 B0.1"), 1: _order("F1.0 F1.1 B1.0 B1.1")}
-    assert pipeline_ranks.span_of_order(gpipe, 2) == (2 + 1) * 3
-    split = {
-        0: _order("F0.0 F0.1 I0.0 W0.0 I0.1 W0.1"),
-        1: _order("F1.0 I1.0 F1.1 I1.1 W1.0 W1.1"),
-    }
-    assert pipeline_ranks.span_of_order(split, 2) == 7
-    with pytest.raises(RuntimeError, match="waits for itself"):
-        pipeline_ranks.span_of_order({0: _order("B0.0 F0.0")}, 1)
-
-
 def test_formulas_of_bubbles() -> None:
     bubble = {name: kind.bubble(4, 8) for name, kind in pipeline.KINDS.items()}
     assert bubble["gpipe"] == bubble["1f1b"] == 3 / 11

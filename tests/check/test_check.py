@@ -20,6 +20,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.utils.checkpoint import checkpoint
 
 import slapo
+from slapo.agreement import gathered
 from slapo.sharding import masked, reduce_from_group
 from slapo.sharding.steps import STEPS
 from slapo.verify.placement import PlacementError, check, register_place_rule, rules
@@ -28,8 +29,8 @@ from slapo.verify.placement.call import RULES, independent_along
 from slapo.verify.placement.place import Place
 from tests.check.planted import Case
 from tests.check.verdicts import fake_world
-from tests.distributed import run_distributed
 from tests.graph.served import make
+from tests.runtimes.ranks import error_of, on_ranks
 from tests.sharding.families import FAMILIES, Steps
 from tests.sharding.parallel_models import CASES
 
@@ -446,40 +447,24 @@ def test_a_kernel_of_triton(two_ranks: None, monkeypatch: pytest.MonkeyPatch) ->
 
 
 # --- on processes --------------------------------------------------------------------------------
-def on_ranks(rank: int, world_size: int) -> list[str]:
+@on_ranks(2, timeout=60)
+def test_inputs_that_are_malformed_on_one_rank() -> None:
+    inputs = object() if dist.get_rank() == 1 else X
+    assert "example_inputs" in error_of(lambda: check(split_block(), inputs))
+
+
+@on_ranks(2)
+def test_all_ranks_hear_the_same() -> None:
+    rank = dist.get_rank()
     slapo.set_random_seed(3, tp_rank=rank)
-    found = []
-    for start in (12 * rank, 0):  # a mask that is right on rank 0 alone
-        try:
-            check(spread_table(start, masked), TOKENS)
-            found.append("right")
-        except PlacementError as error:
-            found.append(f"{error.path}: {error}")
+    check(spread_table(12 * rank, masked), TOKENS)
+    error = refused(spread_table(0, masked), TOKENS)  # a mask that is right on rank 0 alone
+    assert error.path == "table"
+    zero, one = gathered(str(error), None)
+    assert zero == one
     sch = split_block()
     check(sch, X)
     slapo.build(sch)
-    return found
-
-
-def malformed_on_one(rank: int, world_size: int) -> str:
-    sch = split_block()
-    with pytest.raises((TypeError, slapo.SlapoError)) as caught:
-        check(sch, object() if rank == 1 else X)
-    return str(caught.value)
-
-
-@pytest.mark.distributed
-def test_inputs_that_are_malformed_on_one_rank() -> None:
-    messages = run_distributed(malformed_on_one, 2, timeout=60)
-    assert all("example_inputs" in message for message in messages)
-
-
-@pytest.mark.distributed
-def test_all_ranks_hear_the_same() -> None:
-    zero, one = run_distributed(on_ranks, 2)
-    assert zero == one
-    assert zero[0] == "right"
-    assert zero[1].startswith("table: ")
 
 
 # --- build ---------------------------------------------------------------------------------------
@@ -623,18 +608,14 @@ def split_queries(sch: slapo.Schedule, tagged: bool = True) -> None:
 KEYS = [(1, "by the kernel"), (1, "expanded"), (2, "by the kernel"), (2, "neighbors")]
 
 
-def keys_on_ranks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_keys_that_heads_share() -> None:
     for shared, how in KEYS:
         torch.manual_seed(0)
         sch, x = slapo.create_schedule(SharedKeys(shared, how)), torch.randn(3, 5, 16)
         with slapo.Verify(sch, x):
             split_queries(sch)
         check(sch, x)
-
-
-@pytest.mark.distributed
-def test_keys_that_heads_share() -> None:
-    run_distributed(keys_on_ranks, 2)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from slapo.sharding.state import shards_of
 from slapo.verify.placement import PlacementError, check
 from slapo.verify.placement.offline import check_at
 from tests.check.verdicts import fake_world
-from tests.distributed import run_distributed
+from tests.runtimes.ranks import on_ranks
 
 WIDTH, SEQ, BATCH = 24, 7, 3
 X = torch.randn(BATCH, SEQ, WIDTH)
@@ -244,15 +244,11 @@ def test_without_memory() -> None:
     assert [checked.ranks for checked in check_at(make, 4)] == [4, 2]
 
 
-def check_among_processes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_among_processes_nothing_is_communicated() -> None:
     for vocab in (96, 97):
         check(scheduled(by_head, vocab, "bias"), inputs(vocab))
         check(scheduled(parallel, vocab), inputs(vocab))
         sch = scheduled(from_elsewhere, vocab)
         with pytest.raises(PlacementError):
             check(sch, inputs(vocab))
-
-
-@pytest.mark.distributed
-def test_among_processes_nothing_is_communicated() -> None:
-    run_distributed(check_among_processes, 2)

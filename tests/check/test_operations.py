@@ -25,8 +25,8 @@ from slapo.verify.placement.mode import _places_of
 from slapo.verify.placement.offline import check_at
 from slapo.verify.placement.place import PARTIAL_SUM, NoRule, sliced
 from tests.check.verdicts import fake_world
-from tests.distributed import run_distributed
 from tests.graph.served import make
+from tests.runtimes.ranks import on_ranks
 
 WIDTH, INNER = 24, 48
 X = torch.randn(3, 7, WIDTH)
@@ -378,8 +378,9 @@ def test_pools_of_sliced_channels(ranks: int, name: str) -> None:
 
 
 # --- the truth -----------------------------------------------------------------------------------
-def computed_by_all(rank: int, world_size: int) -> dict[str, float]:
-    """What is accepted above and draws nothing, on real processes: the largest differences."""
+@on_ranks(2)
+def test_what_is_accepted_computes_the_same_on_processes() -> None:
+    """But for what draws."""
     cases: dict[str, tuple[nn.Module, Tensor]] = {}
     torch.manual_seed(0)
     for name, inside in zip(IDS, SLICE_BY_SLICE, strict=True):
@@ -391,7 +392,8 @@ def computed_by_all(rank: int, world_size: int) -> dict[str, float]:
         cases[name] = (Images(pool, flat), x)
     for each in (tokens_before, copied_into_a_view, parts_of_a_blank):
         cases[each.__name__] = (Shifted(each), torch.randn(3, 7, WIDTH))
-    return {name: difference(model.double(), x.double()) for name, (model, x) in cases.items()}
+    found = {name: difference(model.double(), x.double()) for name, (model, x) in cases.items()}
+    assert {name: apart for name, apart in found.items() if apart > 1e-9} == {}
 
 
 def difference(
@@ -408,11 +410,6 @@ def difference(
     for name, grad in gathered_gradients(whole, None).items():
         apart.append(float((gradients[name] - grad).abs().max()))
     return max(apart)
-
-
-def test_what_is_accepted_computes_the_same_on_processes() -> None:
-    for found in run_distributed(computed_by_all, 2):
-        assert {name: apart for name, apart in found.items() if apart > 1e-9} == {}
 
 
 # --- functions of autograd -----------------------------------------------------------------------
@@ -647,16 +644,12 @@ def test_what_goes_by_the_size_of_a_slice(ranks: int, name: str) -> None:
     assert "in one process" in str(error)
 
 
-def apart_by_size(rank: int, world_size: int) -> dict[str, float]:
+@on_ranks(2)
+def test_what_goes_by_the_size_of_a_slice_differs_on_processes() -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 7, WIDTH).double()
-    return {name: difference(Base(each).double(), x) for name, each in BY_SIZE.items()}
-
-
-@pytest.mark.distributed
-def test_what_goes_by_the_size_of_a_slice_differs_on_processes() -> None:
-    for found in run_distributed(apart_by_size, 2):
-        assert {name: apart for name, apart in found.items() if apart < 1e-2} == {}
+    found = {name: difference(Base(each).double(), x) for name, each in BY_SIZE.items()}
+    assert {name: apart for name, apart in found.items() if apart < 1e-2} == {}
 
 
 @pytest.mark.parametrize("by_share", [False, True])

@@ -126,10 +126,9 @@ def _llava(**changes: Any) -> nn.Module:
     vision = transformers.CLIPVisionConfig(
         **sizes, num_hidden_layers=2, image_size=28, patch_size=14
     )
-    kept = {name: value for name, value in DECODER.items() if name != "head_dim"}
     settings = {
         "vision_config": vision,
-        "text_config": transformers.LlamaConfig(**kept),
+        "text_config": transformers.LlamaConfig(**_OF_DECODERS),
         "image_token_index": 3,
         "image_token_id": 3,
         "vision_feature_layer": -1,

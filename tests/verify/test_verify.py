@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import slapo
 from slapo.op import FusedQKV
 from slapo.sharding.shards import shards_of
-from tests.distributed import run_distributed
 from tests.graph.served import make
 from tests.primitives.models import Computes, Stack
+from tests.runtimes.ranks import on_ranks
 from tests.sharding.packed import Attention, heads_of
 
 X = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(1))
@@ -108,27 +108,20 @@ def test_a_node_below_the_root_and_a_loss_function() -> None:
 
 
 # --- several processes ---------------------------------------------------------------------------
-
-
-def _verify(rank: int, world_size: int, empty: bool) -> str:
+@pytest.mark.parametrize("layout", [(2,), (4,)], ids=str)
+@pytest.mark.parametrize("empty", [False, True])
+@on_ranks()
+def test_tensor_parallel(layout: Any, empty: bool) -> None:
     torch.manual_seed(0)
     with slapo.init_empty_weights(enable=empty):
         model = Stack(2, size=8)
     sch = slapo.create_schedule(model)
-    torch.manual_seed(rank)  # every rank's own inputs: those of rank 0 count
+    torch.manual_seed(sch.rank)  # every rank's own inputs: those of rank 0 count
     with slapo.Verify(sch, torch.randn(3, 5, 8)):
         for block in sch.select("layers.*"):
             block["fc1"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
             block["fc2"].shard("weight", 1).sync("fwd_post", "all_reduce")
-    specs = [shards_of(m) for m in model.modules()]
-    assert sum(len(s) for s in specs) == 6
-    return "equal"
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("empty", [False, True])
-def test_tensor_parallel(world_size: int, empty: bool) -> None:
-    assert run_distributed(_verify, world_size, empty) == ["equal"] * world_size
+    assert sum(len(shards_of(m)) for m in model.modules()) == 6
 
 
 class Spectrum(nn.Module):
