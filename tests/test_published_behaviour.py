@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, fx, nn
 
 import slapo
 from slapo.pattern import call_module
+from tests.graph.served import make
 from tests.primitives.models import Computes
 from tests.runtimes.ranks import on_ranks
 from tests.sharding.parallel_models import Case
@@ -32,28 +34,14 @@ class Kept(Inner):
     pass
 
 
-class Middle(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.b = Inner()
-        self.kept = Kept()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.kept(self.b(x))
-
-
-class Outer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = Middle()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a(x)
+def outer() -> Any:
+    middle = make(lambda self, x: self.kept(self.b(x)), b=Inner(), kept=Kept())
+    return make(lambda self, x: self.a(x), a=middle)
 
 
 @pytest.mark.parametrize("tracer", TRACERS)
 def test_inlined_modules_below_a_child_are_no_nodes(tracer: str) -> None:
-    model = Outer()
+    model = outer()
     sch = slapo.create_schedule(model)
     inner = model.a.b
     x = torch.randn(2, 4)
@@ -79,7 +67,7 @@ def test_inlined_modules_below_a_child_are_no_nodes(tracer: str) -> None:
 @pytest.mark.parametrize("name", ["a.kept", "Kept"])
 @pytest.mark.parametrize("tracer", TRACERS)
 def test_named_leaves_are_leaves_of_the_schedule(name: str, tracer: str) -> None:
-    sch = slapo.create_schedule(Outer())
+    sch = slapo.create_schedule(outer())
     inputs = torch.randn(2, 4)
     assert sch.trace(flatten=True, tracer=tracer, leaf_modules=[name], example_inputs=inputs)
     assert list(sch.child) == ["a"]
@@ -90,7 +78,7 @@ def test_named_leaves_are_leaves_of_the_schedule(name: str, tracer: str) -> None
 
 
 def test_code_is_that_of_the_graph() -> None:
-    sch = slapo.create_schedule(Outer())
+    sch = slapo.create_schedule(outer())
     assert sch.trace(flatten=True)
     assert "self.a.b.c" in sch.mod.code
     sch.mod(torch.randn(2, 4))
@@ -144,7 +132,7 @@ def test_hooks_of_a_chain_go_to_what_replaces_it() -> None:
 
 def test_a_node_is_built_by_itself() -> None:
     with slapo.init_empty_weights():
-        model = Outer()
+        model = outer()
     sch = slapo.create_schedule(model)
     sch["a.b"].checkpoint()
     built, optimizer = slapo.build(sch["a.b"])
@@ -236,5 +224,5 @@ def by_columns_and_rows(sch: slapo.Schedule) -> None:
 
 @on_ranks(2)
 def test_sequence_parallel_by_a_function_and_a_fused_mlp() -> None:
-    for make, schedule in ((tokens, by_a_function), (fused, by_columns_and_rows)):
-        check_case(Case(make, schedule, lambda: torch.randn(3, 6, 8)))
+    for build, schedule in ((tokens, by_a_function), (fused, by_columns_and_rows)):
+        check_case(Case(build, schedule, lambda: torch.randn(3, 6, 8)))

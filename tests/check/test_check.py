@@ -314,15 +314,6 @@ def test_tokens_masked_by_hand(two_ranks: None) -> None:
     assert "masked" in str(refused(by_hand, TOKENS))
 
 
-def test_tokens_of_an_uneven_table_masked_by_hand(two_ranks: None) -> None:
-    """Among the right schedules is one that tells the total."""
-    sch = slapo.create_schedule(wide_table())
-    sch["table"].shard("weight", 0, uneven=True)
-    sch["table"].sync("fwd_pre", lambda module, args: (masked(args[0], 49, 48),))
-    sch["table"].sync("fwd_post", "all_reduce")
-    assert "slapo.sharding.masked(..., total=97)" in str(refused(sch, TOKENS))
-
-
 def wide_table() -> nn.Module:
     """Tokens of 97, by way of a layer that reads what is gathered."""
     layers = OrderedDict(table=nn.Embedding(97, 8), up=nn.Linear(8, 21), out=nn.Linear(21, 5))

@@ -25,7 +25,6 @@ from slapo.verify.placement.mode import _places_of
 from slapo.verify.placement.offline import check_at
 from slapo.verify.placement.place import PARTIAL_SUM, NoRule, sliced
 from tests.check.verdicts import fake_world
-from tests.graph.served import make
 from tests.runtimes.ranks import on_ranks
 
 WIDTH, INNER = 24, 48
@@ -562,34 +561,6 @@ def test_fixed_bounds_in_a_packed_tensor(ranks: int) -> None:
         assert "in one process" in str(refused(cut(4, 12)))
 
 
-ROUNDED: list[Callable[[Tensor], Tensor]] = [
-    lambda y: torch.div(y, 0.3, rounding_mode="floor"),
-    lambda y: y.int().float(),
-    lambda y: y.bool().float(),
-]
-
-
-@pytest.mark.parametrize("number", range(len(ROUNDED)))
-def test_a_partial_sum_is_not_rounded(ranks: int, number: int) -> None:
-    class Rounded(Base):
-        def forward(self, x: Tensor) -> Tensor:
-            return ROUNDED[number](super().forward(x))
-
-    sch = split(Rounded(), reduces=False)
-    sch.sync("fwd_post", "all_reduce")
-    assert "rounds" in str(refused(sch))
-
-
-def test_an_embedding_that_scales_by_its_own_width(ranks: int) -> None:
-    def scaled(self: Any, tokens: Tensor) -> Any:
-        return self.out(self.table(tokens) * self.table.embedding_dim**0.5)
-
-    sch = slapo.create_schedule(make(scaled, table=nn.Embedding(9, 8), out=nn.Linear(8, 5)))
-    keep = {"tensor_parallel_output_grad": False}
-    sch["table"].shard("weight", 1).sync("fwd_post", "all_gather", axis=-1, **keep)
-    assert "mul works on" in str(refused(sch, torch.randint(0, 9, (3, 7))))
-
-
 # --- what goes by the size of a slice ------------------------------------------------------------
 def packed(h: Tensor) -> Tensor:
     q, k, v = h.reshape(*h.shape[:2], 2, -1).chunk(3, -1)  # in two groups, as of CodeGen in four
@@ -745,15 +716,6 @@ def test_what_goes_by_values(ranks: int, make: Callable[[], nn.Module]) -> None:
         check(sch, X)
 
 
-@pytest.mark.parametrize("read", [Tensor.tolist, Tensor.numpy])
-def test_values_of_slices_are_not_read(ranks: int, read: Callable[[Tensor], Any]) -> None:
-    def scaled(h: Tensor) -> Tensor:
-        return h / float(max(read(h.detach().mean((0, 1)))))
-
-    with pytest.raises(slapo.PlacementError, match="Python reads a value"):
-        check(split(Base(scaled)), X)
-
-
 def test_one_row_found_by_values(ranks: int) -> None:
     """Rounding routes another number of rows in one process, which is no other size."""
 
@@ -791,12 +753,7 @@ def test_a_cast_around_a_sum_over_several_ranks(ranks: int) -> None:
 
 
 def test_halves_of_a_packed_tensor(ranks: int) -> None:
-    for blocks in (2, 1):
-        sch = split(Base(lambda h: F.glu(h, -1), width=2 * INNER), blocks=blocks)
-        if blocks == 2:
-            check(sch, X)
-        else:
-            assert "halves dimension 2" in str(refused(sch))
+    check(split(Base(lambda h: F.glu(h, -1), width=2 * INNER), blocks=2), X)
 
 
 def test_a_table_of_ones_own_read_by_sliced_tokens(ranks: int) -> None:

@@ -32,18 +32,18 @@ from tests.model_schedule.draft_models import (
     OWN,
     STRANGERS,
     Alibi,
-    Dropping,
     DroppingHeads,
     FewKeys,
     Gated,
     Indexed,
     Own,
     Packed,
-    WrittenNorm,
+    dropping,
     ids,
     literal,
     of_torch,
     own,
+    written_norm,
 )
 from tests.model_schedule.models import MODELS, VOCABULARY, Model
 from tests.model_schedule.random_models import random_model
@@ -90,7 +90,7 @@ class Parametrized(Gated):
 
 #: Blocks of models of this file alone.
 MORE = {"whole block": WholeBlock, "parametrized": Parametrized}
-MORE |= {"few keys": FewKeys, "dropping": Dropping}
+MORE |= {"few keys": FewKeys, "dropping": dropping}
 
 
 def model_of(name: str) -> Model:
@@ -345,7 +345,7 @@ def test_auto_in_one_process_needs_no_draft() -> None:
     ("block", "name", "why"),
     [
         (Alibi, "blocks.0.q.weight", "values of arange"),
-        (WrittenNorm, "blocks.0.up.weight", "linalg_vector_norm"),
+        (written_norm, "blocks.0.up.weight", "linalg_vector_norm"),
         (Indexed, "blocks.0.qkv.weight", "select"),
         (literal, "blocks.0.qkv.weight", ""),
     ],
@@ -596,7 +596,7 @@ def test_ranks_agree_with_dropout() -> None:
     """About whole parameters, after three steps."""
     quiet()
     slapo.set_random_seed(7, tp_rank=dist.get_rank())
-    kinds = DroppingHeads, Dropping, Gated
+    kinds = DroppingHeads, dropping, Gated
     drafted = draft_in_group(own(*kinds), ids(), dist.group.WORLD)
     model, _ = slapo.build(
         drafted.apply(slapo.create_schedule(own(*kinds), group=dist.group.WORLD))
@@ -629,7 +629,7 @@ def test_a_module_may_have_several_entries() -> None:
 
 # --- the command ---------------------------------------------------------------------------------
 SCRIPT = """
-from tests.model_schedule.draft_models import Gated, Packed, WholeNorm, ids, own
+from tests.model_schedule.draft_models import Gated, Packed, whole_norm, ids, own
 def make():
     return own(Packed, Gated), ids()
 def nothing():

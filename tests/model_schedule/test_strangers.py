@@ -191,7 +191,7 @@ def pair_by_hand(inner: nn.Module) -> Any:
 )
 @on_ranks(2)
 def test_adapters_by_hand(order: str) -> None:
-    pytest.importorskip("peft")
+    config = pytest.importorskip("peft").LoraConfig
     plain = lively(adapted(Pair(), "0", "2"))
     if order == "adapters, schedule":
         model = copy.deepcopy(plain)
@@ -208,7 +208,7 @@ def test_adapters_by_hand(order: str) -> None:
         slapo.build(sch)
     compare_pair(model, plain)
     compare_adapters(model, plain)
-    second = peft_config(r=3, target_modules=["0", "2"], init_lora_weights=False)
+    second = config(r=3, target_modules=["0", "2"], init_lora_weights=False)
     for one in (model, plain):
         torch.manual_seed(7 + dist.get_rank() * (one is model))  # the first rank's values count
         one.add_adapter("second", second)
@@ -225,11 +225,7 @@ def test_adapters_by_hand(order: str) -> None:
     compare_pair(again, alone)
     compare_adapters(again, alone)
     with pytest.raises(ValueError, match="are not two matrices of LoRA"):
-        again.add_adapter("dora", peft_config(target_modules=["0"], use_dora=True))
-
-
-def peft_config(**options: Any) -> Any:
-    return pytest.importorskip("peft").LoraConfig(**options)
+        again.add_adapter("dora", config(target_modules=["0"], use_dora=True))
 
 
 def compare_pair(model: Any, plain: Any) -> None:

@@ -19,7 +19,6 @@ from slapo.command import main
 from slapo.saving.nests import encode
 from slapo.saving.steps import file_of
 from slapo.weights.files import TensorFile
-from tests.distributed import run_distributed
 from tests.runtimes.ranks import error_of, on_ranks
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
@@ -324,16 +323,12 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
     return status, said.out + said.err
 
 
-def inspected(rank: int, world: int, tmp_path: Path) -> None:
+def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engine = engine_of(lr_scheduler=SCHEDULERS["LambdaLR"])
     for _ in range(2):
         steps(engine, Data(), 1)
         engine.save(tmp_path / "run", data=Data())
     slapo.save_pretrained(engine, tmp_path / "weights")
-
-
-def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_distributed(inspected, 1, tmp_path)
     (tmp_path / "run/step_00000007.tmp").mkdir()
     status, text = shown(capsys, str(tmp_path / "run"), "--verify")
     assert status == 0
