@@ -193,7 +193,7 @@ def rows() -> Iterator[Any]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("place", "keys", "timeout"), rows())
+@pytest.mark.parametrize(("place", "keys", "timeout"), [*rows()])
 def test_folders_come_back_the_same(
     folders: Path, place: tuple[Any, ...], keys: list[str], timeout: float
 ) -> None:
