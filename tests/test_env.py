@@ -29,10 +29,6 @@ def meet(rank: int, args: Any) -> None:
     env.cleanup()
 
 
-def meet_unpacked(rank: int, world_size: int, folder: str) -> None:
-    meet(rank, argparse.Namespace(world_size=world_size, folder=folder))
-
-
 def fail(rank: int, args: Any) -> None:
     raise ValueError(f"rank {rank} does not like it")
 
@@ -44,15 +40,14 @@ def test_one_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert "MASTER_ADDR" not in os.environ
     if not torch.cuda.is_available():
         assert "gloo" in caplog.messages[0]
+    seen: list[Any] = []
+    env.execute(lambda rank, *given: seen.append((rank, given)), (1, "folder"))
+    assert seen == [(0, (1, "folder"))]  # a tuple is unpacked
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("unpacked", [False, True])
-def test_two_processes(tmp_path: Path, unpacked: bool) -> None:
-    if unpacked:
-        env.execute(meet_unpacked, (2, str(tmp_path)))
-    else:
-        env.execute(meet, argparse.Namespace(world_size=2, folder=str(tmp_path)))
+def test_two_processes(tmp_path: Path) -> None:
+    env.execute(meet, argparse.Namespace(world_size=2, folder=str(tmp_path)))
     assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["2 3.0"] * 2
     assert "MASTER_PORT" not in os.environ
 

@@ -4,9 +4,10 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
 from slapo.logger import get_logger
-from tests.distributed import run_distributed
+from tests.runtimes.ranks import on_ranks
 
 
 @pytest.fixture
@@ -61,30 +62,16 @@ def test_a_single_process_is_rank_0(
     assert bool(caplog.records) == logged
 
 
-class Collect(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
-def log_in_four_ways(rank: int, world_size: int) -> list[str]:
-    handler = Collect()
+@on_ranks(3)
+def test_only_the_given_ranks_log() -> None:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger().addHandler(handler)
     logger = get_logger("slapo")
     logger.info("first")
-    logger.info("last", ranks=world_size - 1)
+    logger.info("last", ranks=2)
     logger.warning("some", ranks=[0, 2])
     logger.error("all", ranks=None)
-    return handler.messages
-
-
-@pytest.mark.distributed
-def test_only_the_given_ranks_log() -> None:
-    assert run_distributed(log_in_four_ways, 3) == [
-        ["first", "some", "all"],
-        ["all"],
-        ["last", "some", "all"],
-    ]
+    expected = [["first", "some", "all"], ["all"], ["last", "some", "all"]]
+    assert messages == expected[dist.get_rank()]

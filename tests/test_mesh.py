@@ -90,14 +90,6 @@ def test_a_device_that_is_not_there() -> None:
     assert not dist.is_initialized()
 
 
-def test_what_is_no_mesh() -> None:
-    """``tests/golden/mistakes/build.txt`` has more."""
-    mesh = init_mesh(device="cpu")
-    dist.destroy_process_group()
-    with pytest.raises(ValueError, match="outlived its process group"):
-        grid_of(mesh)
-
-
 def trained_on(rank: int, world_size: int, names: tuple[str, ...], sizes: Any) -> list[float]:
     """Losses of three steps of data parallelism, tensor parallelism or both."""
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)

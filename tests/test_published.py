@@ -17,6 +17,7 @@ from slapo.op import Print
 from slapo.op.print import show
 from slapo.utils.common import get_hooks, is_lambda_function, transfer_hooks
 from slapo.utils.report import profile_perf, report_memory
+from tests.graph.served import make
 
 NAMES = {
     "slapo.sharding.sync_ops": [
@@ -67,22 +68,17 @@ def test_a_plain_import_binds_the_modules() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-class Shows(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.show = Print()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.show(x, "before")  # nothing uses it
-        Print()(x.sum(), f"{x.dim()} dims" if isinstance(x.dim(), int) else "dims", "in all")
-        x = Print()(x * 2, "shape", x.shape, "mean", x.mean(), "of")
-        return x + 1
+def shows(self: Any, x: Tensor) -> Tensor:
+    self.show(x, "before")  # nothing uses it
+    Print()(x.sum(), f"{x.dim()} dims" if isinstance(x.dim(), int) else "dims", "in all")
+    x = Print()(x * 2, "shape", x.shape, "mean", x.mean(), "of")
+    return x + 1
 
 
 @pytest.mark.parametrize("tracer", ["pytorch", "huggingface", "dynamo"])
 def test_what_is_printed_is_of_the_run(tracer: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a module or none, and of any values that the forward makes."""
-    sch = slapo.create_schedule(Shows())
+    sch = slapo.create_schedule(make(shows, show=Print()))
     assert sch.trace(tracer=tracer, example_inputs=(torch.zeros(1, 2),))
     assert len(sch.find_node(lambda n: n.target is show)) in (2, 3)
     sch.replace(torch.sub, sch.find_node(lambda n: n.target is operator.add)[0])

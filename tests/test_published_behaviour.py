@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -13,39 +12,13 @@ from torch import Tensor, fx, nn
 
 import slapo
 from slapo.pattern import call_module
-from tests.primitives.models import Computes, OneLayer
+from tests.graph.served import make
+from tests.primitives.models import Computes
 from tests.runtimes.ranks import on_ranks
 from tests.sharding.parallel_models import Case
 from tests.sharding.test_tensor_parallel import check_case
 
 TRACERS = ["pytorch", "huggingface", "dynamo"]
-
-
-class Loose(OneLayer):
-    """A forward with all that a signature can have."""
-
-    def forward(
-        self, x: Tensor, must: Tensor | None, *rest: Tensor, scale: float = 2.0, **kwargs: Any
-    ) -> Tensor:
-        y = self.fc(x) * scale
-        return y if must is None else y + must
-
-
-def left_over(module: nn.Module, *inputs: str) -> dict[str, Any]:
-    """The idiom of published scripts."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    return {p.name: p.default for p in parameters if p.name not in inputs}
-
-
-@pytest.mark.parametrize("tracer", TRACERS)
-def test_constants_read_off_a_signature(tracer: str) -> None:
-    model, x = Loose(), torch.randn(2, 4)
-    constants = left_over(model, "x", "must")
-    assert constants["kwargs"] is inspect.Parameter.empty
-    sch = slapo.create_schedule(model)
-    expected = model(x, x)
-    assert sch.trace(tracer=tracer, concrete_args=constants, example_inputs=(x, x))
-    assert torch.equal(sch.mod(x, x), expected)
 
 
 class Inner(nn.Module):
@@ -61,28 +34,14 @@ class Kept(Inner):
     pass
 
 
-class Middle(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.b = Inner()
-        self.kept = Kept()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.kept(self.b(x))
-
-
-class Outer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = Middle()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a(x)
+def outer() -> Any:
+    middle = make(lambda self, x: self.kept(self.b(x)), b=Inner(), kept=Kept())
+    return make(lambda self, x: self.a(x), a=middle)
 
 
 @pytest.mark.parametrize("tracer", TRACERS)
 def test_inlined_modules_below_a_child_are_no_nodes(tracer: str) -> None:
-    model = Outer()
+    model = outer()
     sch = slapo.create_schedule(model)
     inner = model.a.b
     x = torch.randn(2, 4)
@@ -108,7 +67,7 @@ def test_inlined_modules_below_a_child_are_no_nodes(tracer: str) -> None:
 @pytest.mark.parametrize("name", ["a.kept", "Kept"])
 @pytest.mark.parametrize("tracer", TRACERS)
 def test_named_leaves_are_leaves_of_the_schedule(name: str, tracer: str) -> None:
-    sch = slapo.create_schedule(Outer())
+    sch = slapo.create_schedule(outer())
     inputs = torch.randn(2, 4)
     assert sch.trace(flatten=True, tracer=tracer, leaf_modules=[name], example_inputs=inputs)
     assert list(sch.child) == ["a"]
@@ -119,7 +78,7 @@ def test_named_leaves_are_leaves_of_the_schedule(name: str, tracer: str) -> None
 
 
 def test_code_is_that_of_the_graph() -> None:
-    sch = slapo.create_schedule(Outer())
+    sch = slapo.create_schedule(outer())
     assert sch.trace(flatten=True)
     assert "self.a.b.c" in sch.mod.code
     sch.mod(torch.randn(2, 4))
@@ -171,23 +130,9 @@ def test_hooks_of_a_chain_go_to_what_replaces_it() -> None:
     assert [len(hooks[mode]) for mode in ("fwd_pre", "fwd_post", "bwd_post")] == [1, 1, 1]
 
 
-def fill(module: nn.Module) -> None:
-    for param in module.parameters(recurse=False):
-        nn.init.ones_(param)
-
-
-def test_a_part_is_built_by_itself() -> None:
-    with slapo.init_empty_weights():
-        model = Outer()
-    part = slapo.create_schedule(model.a)
-    built, _ = slapo.build(part, init_weights=fill)
-    assert built is model.a
-    assert not any(p.is_meta for p in built.parameters())
-
-
 def test_a_node_is_built_by_itself() -> None:
     with slapo.init_empty_weights():
-        model = Outer()
+        model = outer()
     sch = slapo.create_schedule(model)
     sch["a.b"].checkpoint()
     built, optimizer = slapo.build(sch["a.b"])
@@ -279,5 +224,5 @@ def by_columns_and_rows(sch: slapo.Schedule) -> None:
 
 @on_ranks(2)
 def test_sequence_parallel_by_a_function_and_a_fused_mlp() -> None:
-    for make, schedule in ((tokens, by_a_function), (fused, by_columns_and_rows)):
-        check_case(Case(make, schedule, lambda: torch.randn(3, 6, 8)))
+    for build, schedule in ((tokens, by_a_function), (fused, by_columns_and_rows)):
+        check_case(Case(build, schedule, lambda: torch.randn(3, 6, 8)))

@@ -7,16 +7,14 @@ import gc
 import json
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 pytest.importorskip("transformers")
 
@@ -28,6 +26,7 @@ from slapo.primitives import base
 from slapo.primitives.base import is_builtin
 from slapo.record import keep
 from slapo.utils.common import get_hooks
+from tests.check.verdicts import fake_world
 from tests.graph.served import make
 from tests.mistakes import saved
 from tests.primitives.models import Block, Stack
@@ -99,20 +98,6 @@ class ScalePrimitive(slapo.Primitive):
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "_REGISTRY", {**base._REGISTRY, "scale": ScalePrimitive})
-
-
-def world(rank: int, size: int) -> Any:
-    """This process is one rank of a group whose collectives do nothing."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-
-
-@pytest.fixture
-def fake_group() -> Iterator[Callable[[int, int], Any]]:
-    yield world
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 # --- every primitive ------------------------------------------------------------------------------
@@ -540,13 +525,10 @@ def test_packages_that_a_caller_allows(tmp_path: Path) -> None:
 
 
 # --- replay on another model ----------------------------------------------------------------------
-class Acts(nn.Module):
-    def __init__(self, act: nn.Module, scale: float = 0.5) -> None:
-        super().__init__()
-        self.act, self.scale = act, scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(x * self.scale).transpose(0, 1)
+def acts(scale: float = 0.5) -> Any:
+    model: Any = make(lambda self, x: F.gelu(x * self.scale).transpose(0, 1))
+    model.scale = scale
+    return model
 
 
 def scaled_gelu(x: Any, scale: Any) -> Any:
@@ -568,9 +550,9 @@ def test_a_graph_with_other_edges() -> None:
 
 
 def test_constants_of_the_other_model_are_taken() -> None:
-    sch = slapo.create_schedule(Acts(nn.GELU()))
+    sch = slapo.create_schedule(acts())
     sch.replace(scaled_tanh, sch.find(scaled_gelu))
-    again = slapo.replay(Acts(nn.GELU(), scale=0.25), sch.record)
+    again = slapo.replay(acts(0.25), sch.record)
     for each, scale in ((sch, 0.5), (again, 0.25)):
         expected = torch.tanh(torch.full((2, 2), scale))
         torch.testing.assert_close(each.mod(torch.ones(2, 2)), expected)
@@ -609,10 +591,10 @@ def test_a_file_can_be_edited() -> None:
 
 # --- other numbers of ranks -----------------------------------------------------------------------
 def recorded_on_two(schedule: Callable[[Schedule], Any]) -> ScheduleRecord:
-    world(1, 2)
-    sch = slapo.create_schedule(stack())
-    schedule(sch)
-    return sch.record
+    with fake_world():
+        sch = slapo.create_schedule(stack())
+        schedule(sch)
+        return sch.record
 
 
 def heads_and_shards(sch: Schedule) -> None:
@@ -623,10 +605,10 @@ def heads_and_shards(sch: Schedule) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_other_numbers_of_ranks(fake_group: Any, size: int) -> None:
+def test_other_numbers_of_ranks(size: int) -> None:
     record = recorded_on_two(heads_and_shards)
-    fake_group(size - 1, size)
-    sch = slapo.replay(stack(), record, allow=["tests"])
+    with fake_world(size):
+        sch = slapo.replay(stack(), record, allow=["tests"])
     assert sch["layers.0.fc1.inner"].mod.weight.shape == (16 // size, 8)
     assert (sch["layers.1.fc1"].mod.heads, sch["layers.1.fc1"].mod.sizes) == (
         8 // size,
@@ -655,9 +637,7 @@ def outputs_and_gradients(sch: Schedule) -> list[Tensor]:
 
 @pytest.mark.parametrize(("ranks", "stages"), [(4, 1), (1, 2)], ids=["ranks", "stages"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_models_of_transformers(
-    fake_group: Any, name: str, ranks: int, stages: int, tmp_path: Path
-) -> None:
+def test_models_of_transformers(name: str, ranks: int, stages: int, tmp_path: Path) -> None:
     """Sharded, from a record of two ranks; or cut, with example inputs as a part of the record."""
     make, path = make_of(name), tmp_path / "record.json"
 
@@ -666,20 +646,17 @@ def test_models_of_transformers(
         family = parallel_models.FAMILIES[name]
         parallel_models.schedule(sch, family, stages=stages, checkpoint_ratio=0.5)
 
-    if ranks > 1:
-        fake_group(1, 2)
-    check_round_trip(make, schedule, path)
-    if ranks > 1:
-        fake_group(ranks - 1, ranks)
-    sch, again = slapo.create_schedule(make()), slapo.replay(make(), path, allow=["tests"])
-    schedule(sch)
-    assert again.digest() == sch.digest()
-    for one, other in zip(sch.mod.modules(), again.mod.modules(), strict=True):
-        assert [len(hooks) for hooks in get_hooks(one).values()] == [
-            len(hooks) for hooks in get_hooks(other).values()
-        ]
-    both = outputs_and_gradients(sch), outputs_and_gradients(again)
-    torch.testing.assert_close(*both, rtol=0, atol=0)
+    with fake_world(min(ranks, 2)):
+        check_round_trip(make, schedule, path)
+    with fake_world(ranks):
+        sch, again = slapo.create_schedule(make()), slapo.replay(make(), path, allow=["tests"])
+        schedule(sch)
+        assert again.digest() == sch.digest()
+        for one, other in zip(sch.mod.modules(), again.mod.modules(), strict=True):
+            hooks = [{mode: len(h) for mode, h in get_hooks(m).items()} for m in (one, other)]
+            assert hooks[0] == hooks[1]
+        both = outputs_and_gradients(sch), outputs_and_gradients(again)
+        torch.testing.assert_close(*both, rtol=0, atol=0)
 
 
 # --- differences ----------------------------------------------------------------------------------

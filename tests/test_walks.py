@@ -103,12 +103,7 @@ def train_step() -> tuple[int, int]:
 
 
 WALKS: dict[str, Callable[[], tuple[int, int]]] = {
-    "shard": shard,
-    "sync": sync,
-    "build": build,
-    "build for torch": build_for_torch,
-    "apply_schedule": apply_schedule,
-    "train step": train_step,
+    name: globals()[name.replace(" ", "_")] for name in BUDGETS
 }
 
 

@@ -22,7 +22,7 @@ def layouts(choose: Choices) -> dict[str, Any]:
         "zero": choose("zero", [0, 1, 3] if pp == 1 else [0, 1]),
         "micro": choose("micro", [1, 2, 4, 8, 16]),
         "checkpoint": choose("checkpoint", [0.0, 0.25, 0.5, 1.0]),
-        "kernel": choose("kernel", ["flash", "eager"]),
+        "kernel": choose.choose("kernel", ["flash", "eager"]),
     }
 
 

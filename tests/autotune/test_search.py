@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ import pytest
 from slapo.autotune import Database, Refused, Trial, TuneError, point_key, tune
 from slapo.autotune.report import save_plot, summary
 from slapo.autotune.space import Choices, survey
-from slapo.errors import MissingPackageError, SlapoError
+from slapo.errors import SlapoError
 from tests.autotune import landscape
 
 pytest.importorskip("optuna")
@@ -315,6 +317,52 @@ def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
     assert len(set(run.points)) == 8
 
 
+#: Ten searches that are ended in the middle of a trial, and one that goes on to the end.
+KILLED = """
+import os, random, signal, time
+from slapo.autotune import Database, tune
+from tests.autotune.test_search import last
+Database("db").trials  # imports what databases need
+chance, kept, starts = random.Random(0), {}, []
+for kill in range(11):
+    seconds = chance.uniform(0, 0.3)
+    def run(point):
+        with open("starts", "a") as file: print(point["n"], file=file)
+        if kill < 10 and not signal.getitimer(signal.ITIMER_REAL)[0]:
+            signal.setitimer(signal.ITIMER_REAL, seconds)  # whose signal ends a process at once
+        time.sleep(0.02)
+        return point["n"] + 1.0
+    child = os.fork()
+    if not child:
+        tune(lambda choose: {"n": choose("n", range(30))}, run=run, db="db", trials=30)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == (signal.SIGALRM if kill < 10 else 0)
+    trials = Database("db").trials
+    found = {trial.key: trial.result for trial in trials if trial.is_run}
+    assert kept.items() <= found.items()
+    kept, starts = found, open("starts").read().split()
+assert last(trials) == dict.fromkeys(range(30), "ok")
+cut = {str(trial.values["n"]) for trial in trials if trial.outcome == "cut_off"}
+assert {n for n in starts if starts.count(n) > 1} <= cut
+assert len(starts) <= 30 + 10
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_killed_ten_times_and_started_again(tmp_path: Path) -> None:
+    """No finished trial is lost, and none runs twice but those that were cut off."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", KILLED],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_constraint_that_changes(tmp_path: Path) -> None:
     run = Runs()
     tune(sizes, run=run, db=tmp_path / "db", constraint=lambda point: point["bs"] <= 3)
@@ -393,12 +441,6 @@ def test_paths_with_characters_of_urls(tmp_path: Path, name: str) -> None:
 def test_a_command_and_a_function() -> None:
     with pytest.raises(TuneError, match="either a command or a function run="):
         tune(grid, ["echo"], run=lambda point: 1.0)
-
-
-def test_without_optuna(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(MissingPackageError, match=r"pip install 'slapo\[tune\]'"):
-        tune(grid, run=lambda point: 1.0)
 
 
 def test_the_module_that_python_runs_hides_no_function() -> None:

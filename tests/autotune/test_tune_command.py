@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import runpy
 import shlex
@@ -11,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -241,94 +239,3 @@ def test_the_module_can_be_run(tune: Run, monkeypatch: pytest.MonkeyPatch) -> No
     status, out, _ = tune("--config", "space.py", "--trials", "1", "train.py", start=module)
     assert status == 0
     assert "1 trials of 8 points: 1 ok" in out
-
-
-#: Forks a tuner for each line that it reads, and says its process: imports are made but once.
-FORKS = """
-import os, signal, sys
-import optuna
-optuna.storages.RDBStorage("sqlite://")  # imports what databases need
-from slapo.autotune.tune import main
-for line in sys.stdin:
-    child = os.fork()
-    if not child:
-        os.setpgid(0, 0)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has none
-        os.close(0)
-        os.open(os.devnull, os.O_RDONLY)
-        sys.stdout = open("out", "a")
-        sys.stderr = open("err", "a")
-        os._exit(main(line.split()))
-    print(child, flush=True)
-    print(os.waitpid(child, 0)[1], flush=True)
-"""
-SLOW = """
-import json, os, time
-values = json.loads(os.environ["SLAPO_TRIAL"])
-with open("starts", "a") as file: print(values["n"], file=file)
-time.sleep(0.03)
-while len(open("ends").readlines()) >= int(open("allowed").read()): time.sleep(0.01)
-with open("ends", "a") as file: print(values["n"], file=file)
-print(json.dumps({"throughput": 1 + values["n"]}), flush=True)
-"""
-
-
-def lines(path: Path) -> list[str]:
-    return path.read_text().split() if path.exists() else []
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_killed_ten_times_and_started_again(tmp_path: Path) -> None:
-    """No finished trial is lost, and none runs twice but those that were cut off."""
-    (tmp_path / "space.py").write_text(
-        "def space(choose):\n    return {'n': choose('n', range(30))}\n"
-        "def predict(point):\n"
-        "    return {'memory': 1, 'capacity': 1, 'throughput': point['n'] % 7}\n"
-    )
-    (tmp_path / "train.py").write_text(SLOW)
-    starts, ends, allowed = tmp_path / "starts", tmp_path / "ends", tmp_path / "allowed"
-    ends.touch()
-    line = "--config space.py --trials 30 python -S -E train.py"
-    generator = random.Random(0)
-    forks = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", FORKS],
-        cwd=tmp_path,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    assert forks.stdin is not None
-    assert forks.stdout is not None
-    kept: dict[str, float | None] = {}
-    with forks:
-        for kill in range(11):
-            before = len(lines(starts))
-            # No tuner gets to the end before its signal, however slow this machine is.
-            more = generator.randrange(3) if kill < 10 else 30
-            allowed.write_text(str(len(lines(ends)) + more))
-            print(line, file=forks.stdin, flush=True)
-            tuner = int(forks.stdout.readline())
-            expected = 0
-            if kill < 10:
-                number = [signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT][kill % 4]
-                # From anywhere in a trial, once it is through with what it does at its start.
-                while len(lines(starts)) == before:
-                    time.sleep(0.01)
-                time.sleep(generator.uniform(0, 0.1 * (1 + more)))
-                os.kill(tuner, number)
-                expected = -number if number == signal.SIGKILL else 130
-            status = os.waitstatus_to_exitcode(int(forks.stdout.readline()))
-            assert status == expected, (tmp_path / "err").read_text()
-            found = {t.key: t.result for t in Database(tmp_path / "trials.db").trials if t.is_run}
-            assert kept.items() <= found.items()
-            assert len(set(lines(ends))) - len(found) <= 1
-            kept = found
-    trials = Database(tmp_path / "trials.db").trials
-    assert sorted(t.values["n"] for t in trials if t.outcome == "ok") == list(range(30))
-    cut = [str(t.values["n"]) for t in trials if t.outcome == "cut_off"]
-    assert len(cut) <= 10
-    twice = [n for n in set(lines(starts)) if lines(starts).count(n) > 1]
-    assert set(twice) <= set(cut)
-    assert len(lines(starts)) <= 30 + len(cut)

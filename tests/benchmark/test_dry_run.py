@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("optuna")
 from benchmark import dry_run, report, tuning, tuning_space
-from benchmark.measure import Result, kendall_tau
+from benchmark.measure import kendall_tau
 from benchmark.tuning_ranks import Run
 from slapo.autotune.space import survey
 from slapo.autotune.symbols import load_config
@@ -133,45 +133,7 @@ def test_agreement_of_two_orders() -> None:
     assert kendall_tau([1, 2, 3], [1, 1, 1]) == 0.0
 
 
-def test_searches_are_drawn_from_the_csv_files(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    assert tuning.plot(tmp_path) is None, "nothing was measured yet"
-    rows = [
-        {"tp": 1, "pp": 1, "dp": dp, "predicted": 3.0 * dp, "samples_per_s": 2.0 + dp}
-        for dp in (1, 2)
-    ]
-    searches = [
-        {"way": way, "seed": seed, "trial": trial, "of_best": trial / 3}
-        for way in tuning.WAYS
-        for seed in (0, 1)
-        for trial in (1, 2, 3)
-    ]
-    report.write("tuning", Result(rows), "command", tmp_path)
-    report.write(tuning.SEARCHES, Result(searches), "command", tmp_path)
-    picture = tuning.plot(tmp_path)
-    assert picture == tmp_path / "tuning.png"
-    assert picture.stat().st_size > 1000
-
-
 # --- the dry run's benchmark ---------------------------------------------------------------------
-def test_predictions_are_drawn_from_the_csv_file(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    assert dry_run.plot(tmp_path) is None, "nothing was measured yet"
-    kinds = [
-        {"kind": "time", "predicted_ms": 9.0, "measured_ms": 10.0},
-        {"kind": "memory", "checkpoint": 0.5, "predicted_mib": 31.0, "measured_mib": 30.0},
-    ]
-    rows = [
-        dry_run._with_all_columns({**kind, "config": str(case), "hidden": case.hidden})
-        for kind in kinds
-        for case in (dry_run.STEP_CASES[0], dry_run.STEP_CASES[-1])
-    ]
-    report.write("dry_run", Result(rows), "command", tmp_path)
-    picture = dry_run.plot(tmp_path)
-    assert picture == tmp_path / "dry_run.png"
-    assert picture.stat().st_size > 1000
-
-
 def test_targets_of_the_kept_files_follow_from_their_rows() -> None:
     with (report.RESULTS / "dry_run.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))

@@ -105,47 +105,46 @@ def test_a_call_is_compared_in_outputs_caches_and_gradients(
     assert re.fullmatch(expected, found), found
 
 
-def test_the_cache_is_left_out_unless_it_is_left_to_the_model() -> None:
-    eager = Toy()
-    model = copy.deepcopy(eager)
+def test_a_call_that_the_original_cannot_do_and_a_cache_are_left_out() -> None:
+    eager, model, inputs = Toy(), Toy(), {"x": torch.randn(3, 4)}
+    model.load_state_dict(eager.state_dict())
     _forget_the_cache(model)
-    assert families.compare(model, eager, {"x": torch.randn(3, 4)}, True) == "equal"
-
-
-def test_a_call_that_the_original_cannot_do_is_left_out() -> None:
-    eager = Toy()
+    assert families.compare(model, eager, inputs, True) == "equal"
     _raise(RuntimeError("in-place"))(eager)
-    found = families.compare(Toy(), eager, {"x": torch.randn(3, 4)}, True)
-    assert found == "left out: the original fails with RuntimeError: in-place"
-    assert families._in_a_word(["equal", found]) == "equal"
-    assert families._of_all_sizes({(2, 21): "equal", (5, 7): found}) == found
-    assert families._grouped({"ones": "equal", "padded": found}).startswith("1 of 1 calls equal | ")
+    assert families.compare(Toy(), eager, inputs, True) == LEFT_OUT
 
 
-def test_the_worst_of_all_sizes_says_where() -> None:
-    outcomes = {(2, 21): "equal", (5, 7): "refused: no", (1, 9): "WRONG 1.0e-01 of 1"}
-    assert families._of_all_sizes(outcomes) == "WRONG 1.0e-01 of 1 [at 1x9 only]"
-    assert families._of_all_sizes(dict.fromkeys(outcomes, "refused: no")) == "refused: no"
+LEFT_OUT = "left out: the original fails with RuntimeError: in-place"
+SIZES = {(2, 21): "equal", (5, 7): "refused: no", (1, 9): "WRONG 1.0e-01 of 1"}
+CALLS = {"ones": "equal", "no mask, eval": "refused: None", "no mask, train": "refused: None"}
 
 
-def test_calls_are_summed_up_in_a_word_and_in_groups() -> None:
-    calls = {
-        "ones, eval": "equal",
-        "no mask, eval": "refused: None",
-        "no mask, train": "refused: None",
-    }
-    assert families._in_a_word(calls.values()) == "equal+refused"
-    assert families._in_a_word(["equal"]) == "equal"
-    assert families._in_a_word(["refused: a", "refused: b"]) == "refused"
-    assert families._in_a_word(["equal", "CRASH: a", "refused: b"]) == "crash"
-    assert families._in_a_word(["CRASH: a", "WRONG 1"]) == "wrong"
-    shown = families._grouped(calls)
-    assert shown == "1 of 3 calls equal | no mask, eval / no mask, train -> refused: None"
-
-
-def test_outcomes_are_counted_without_their_messages() -> None:
-    outcomes = ["equal", "WRONG 1.0e-01 of 1", "not traced: a", "not traced: b", "WRONG gradient x"]
-    assert families._counted(outcomes) == "2 WRONG, 2 not traced, 1 equal"
+@pytest.mark.parametrize(
+    ("sum_up", "outcomes", "expected"),
+    [
+        (families._in_a_word, ["equal", LEFT_OUT], "equal"),
+        (families._in_a_word, CALLS.values(), "equal+refused"),
+        (families._in_a_word, ["refused: a", "refused: b"], "refused"),
+        (families._in_a_word, ["equal", "CRASH: a", "refused: b"], "crash"),
+        (families._in_a_word, ["CRASH: a", "WRONG 1"], "wrong"),
+        (families._of_all_sizes, {(2, 21): "equal", (5, 7): LEFT_OUT}, LEFT_OUT),
+        (families._of_all_sizes, SIZES, "WRONG 1.0e-01 of 1 [at 1x9 only]"),
+        (families._of_all_sizes, dict.fromkeys(SIZES, "refused: no"), "refused: no"),
+        (
+            families._grouped,
+            CALLS,
+            "1 of 3 calls equal | no mask, eval / no mask, train -> refused: None",
+        ),
+        (
+            families._grouped,
+            {"ones": "equal", "padded": LEFT_OUT},
+            f"1 of 1 calls equal | padded -> {LEFT_OUT}",
+        ),
+        (families._counted, ["WRONG 1", "not traced: a", "WRONG x"], "2 WRONG, 1 not traced"),
+    ],
+)
+def test_outcomes_are_summed_up(sum_up: Callable[..., str], outcomes: Any, expected: str) -> None:
+    assert sum_up(outcomes) == expected
 
 
 def test_the_families_are_forty_that_no_other_test_names() -> None:

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 import slapo
+from slapo.agreement import gathered
 from slapo.verify.bisect import Blame, bisect
 from tests.check.planted import Case, names_the_place
 from tests.check.verdicts import fake_world
-from tests.distributed import run_distributed
+from tests.runtimes.ranks import error_of, on_ranks
 from tests.sharding.families import FAMILIES
 
 
@@ -114,7 +115,8 @@ def test_what_no_single_change_mends() -> None:
     assert "the schedule is wrong from" in str(blame)
 
 
-def on_two_ranks(rank: int, world_size: int) -> tuple[str, str]:
+@on_ranks(2)
+def test_on_processes() -> None:
     def schedule(sch: slapo.Schedule) -> None:
         for layer in sch.select("*"):
             layer["0"].shard("weight", axis=0).shard("bias", axis=0)
@@ -124,31 +126,20 @@ def on_two_ranks(rank: int, world_size: int) -> tuple[str, str]:
 
     blame = bisected(schedule)
     assert blame is not None
-    return blame.kind, blame.call
+    assert blame.kind == "missing"
+    assert 'sch["1"].sync("fwd_post", "all_gather"' in blame.call
+    assert gathered(blame.call, None) == [blame.call] * 2
 
 
-@pytest.mark.distributed
-def test_on_processes() -> None:
-    found = run_distributed(on_two_ranks, 2)
-    assert found[0] == found[1]
-    assert found[0][0] == "missing"
-    assert 'sch["1"].sync("fwd_post", "all_gather"' in found[0][1]
-
-
-def raising_on_one(rank: int, world_size: int) -> str:
+@on_ranks(2, timeout=60)
+def test_a_function_that_raises_on_one_rank() -> None:
     def schedule(sch: slapo.Schedule) -> None:
         sch["0.0"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
-        if rank == 1:
+        if sch.rank == 1:
             raise ValueError("not on this rank")
 
-    with pytest.raises((ValueError, slapo.SlapoError)) as caught:
-        bisect(make_stack, schedule, torch.randn(3, 8))
-    return str(caught.value)
-
-
-def test_a_function_that_raises_on_one_rank() -> None:
-    for message in run_distributed(raising_on_one, 2, timeout=60):
-        assert "not on this rank" in message
+    told = error_of(lambda: bisect(make_stack, schedule, torch.randn(3, 8)))
+    assert "not on this rank" in told
 
 
 def test_the_same_call_is_missing_everywhere() -> None:

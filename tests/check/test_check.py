@@ -20,6 +20,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.utils.checkpoint import checkpoint
 
 import slapo
+from slapo.agreement import gathered
 from slapo.sharding import masked, reduce_from_group
 from slapo.sharding.steps import STEPS
 from slapo.verify.placement import PlacementError, check, register_place_rule, rules
@@ -28,8 +29,8 @@ from slapo.verify.placement.call import RULES, independent_along
 from slapo.verify.placement.place import Place
 from tests.check.planted import Case
 from tests.check.verdicts import fake_world
-from tests.distributed import run_distributed
 from tests.graph.served import make
+from tests.runtimes.ranks import error_of, on_ranks
 from tests.sharding.families import FAMILIES, Steps
 from tests.sharding.parallel_models import CASES
 
@@ -55,9 +56,13 @@ class Block(nn.Module):
         return x + self.fc2(self.act(self.fc1(self.norm(x))))
 
 
-def split(sch: slapo.Schedule) -> slapo.Schedule:
-    sch["fc1"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
-    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+def split(sch: slapo.Schedule, *left_out: str) -> slapo.Schedule:
+    sch["fc1"].shard("weight", axis=0).shard("bias", axis=0)
+    if "backward" not in left_out:
+        sch["fc1"].sync("bwd_post", "all_reduce")
+    sch["fc2"].shard("weight", axis=1)
+    if "forward" not in left_out:
+        sch["fc2"].sync("fwd_post", "all_reduce")
     return sch
 
 
@@ -128,9 +133,7 @@ def test_a_model_without_memory(two_ranks: None) -> None:
     check(sch, X)
     assert all(param.is_meta for param in sch.mod.parameters())
     sch = slapo.create_schedule(Block().to("meta"))
-    sch["fc1"].shard("weight", axis=0).shard("bias", axis=0)
-    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
-    assert refused(sch).suspect == "fc1"
+    assert refused(split(sch, "backward")).suspect == "fc1"
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "mixtral"])
@@ -152,9 +155,7 @@ def test_what_was_fused(two_ranks: None, compiler: str | None) -> None:
     sch = slapo.create_schedule(Block())
     sch["fc1"].decompose()
     sch.fuse(sch.find(lambda x, b: F.gelu(x + b)), compiler=compiler)
-    sch["fc1"].shard("weight", axis=0).shard("bias", axis=0)
-    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
-    assert refused(sch).suspect == "fc1"
+    assert refused(split(sch, "backward")).suspect == "fc1"
     sch["norm"].sync("fwd_post", "all_reduce_grad")
     check(sch, X)
 
@@ -165,12 +166,10 @@ def test_a_checkpoint_of_the_models_own(two_ranks: None, is_reentrant: bool) -> 
         return checkpoint(self.block, x, use_reentrant=is_reentrant)
 
     sch = slapo.create_schedule(make(forward, block=Block()))
-    split(sch["block"])
-    check(sch, X)
-    sch = slapo.create_schedule(make(forward, block=Block()))
-    sch["block.fc1"].shard("weight", axis=0).shard("bias", axis=0)
-    sch["block.fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    split(sch["block"], "backward")
     assert refused(sch).suspect == "block.fc1"
+    sch["block.fc1"].sync("bwd_post", "all_reduce")
+    check(sch, X)
 
 
 # --- what is left alone --------------------------------------------------------------------------
@@ -201,9 +200,7 @@ def test_nothing_is_changed(two_ranks: None) -> None:
 def test_the_message(two_ranks: None) -> None:
     sch = slapo.create_schedule(nn.Sequential(Block(), Block()))
     split(sch["0"])
-    block = sch["1"]
-    block["fc1"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
-    block["fc2"].shard("weight", axis=1)
+    split(sch["1"], "forward")
     error = refused(sch)
     text = str(error)
     assert text.startswith("check: '1' (Block): add of (3, 5, 12) Partial() (since ")
@@ -228,10 +225,19 @@ def test_layers_of_one_input_are_summed_where_it_enters(two_ranks: None) -> None
     check(sch, X)
 
 
-def test_a_config_of_any_class(two_ranks: None) -> None:
-    model: Any = Block()
-    model.config = types.SimpleNamespace(hidden=HIDDEN)
-    check(split(slapo.create_schedule(model)), X)
+def test_a_number_of_a_config_that_is_divided_in_place(two_ranks: None) -> None:
+    """The run as one process has the numbers of before; the config may be of any class."""
+
+    def grouped(self: Any, x: Tensor) -> Any:
+        heads = self.fc1(x).unflatten(-1, (self.config.heads, -1))
+        return self.fc2(heads.softmax(-1).flatten(-2))
+
+    model: Any = make(grouped, fc1=nn.Linear(HIDDEN, 20), fc2=nn.Linear(20, HIDDEN))
+    model.config = types.SimpleNamespace(heads=2)
+    sch = split(slapo.create_schedule(model))
+    assert "in one process" in str(refused(sch))
+    model.config.heads = 1
+    check(sch, X)
 
 
 # --- what models and hooks do by themselves ------------------------------------------------------
@@ -308,15 +314,6 @@ def test_tokens_masked_by_hand(two_ranks: None) -> None:
     assert "masked" in str(refused(by_hand, TOKENS))
 
 
-def test_tokens_of_an_uneven_table_masked_by_hand(two_ranks: None) -> None:
-    """Among the right schedules is one that tells the total."""
-    sch = slapo.create_schedule(wide_table())
-    sch["table"].shard("weight", 0, uneven=True)
-    sch["table"].sync("fwd_pre", lambda module, args: (masked(args[0], 49, 48),))
-    sch["table"].sync("fwd_post", "all_reduce")
-    assert "slapo.sharding.masked(..., total=97)" in str(refused(sch, TOKENS))
-
-
 def wide_table() -> nn.Module:
     """Tokens of 97, by way of a layer that reads what is gathered."""
     layers = OrderedDict(table=nn.Embedding(97, 8), up=nn.Linear(8, 21), out=nn.Linear(21, 5))
@@ -354,15 +351,6 @@ def test_uneven_shares(world_size: int, rank: int) -> None:
 
 def test_a_partial_sum_may_change_its_dtype(two_ranks: None) -> None:
     check(reduced_by(lambda out: reduce_from_group(out.double()).float()), X)
-
-
-def test_writes_in_place(two_ranks: None) -> None:
-    def added(x: Tensor) -> Tensor:
-        total = torch.zeros_like(x)
-        total.add_(F.gelu(x))
-        return total.mul_(2.0)
-
-    check(split_block(added), X)
 
 
 def test_random_numbers(two_ranks: None) -> None:
@@ -450,47 +438,29 @@ def test_a_kernel_of_triton(two_ranks: None, monkeypatch: pytest.MonkeyPatch) ->
 
 
 # --- on processes --------------------------------------------------------------------------------
-def on_ranks(rank: int, world_size: int) -> list[str]:
+@on_ranks(2, timeout=60)
+def test_inputs_that_are_malformed_on_one_rank() -> None:
+    inputs = object() if dist.get_rank() == 1 else X
+    assert "example_inputs" in error_of(lambda: check(split_block(), inputs))
+
+
+@on_ranks(2)
+def test_all_ranks_hear_the_same() -> None:
+    rank = dist.get_rank()
     slapo.set_random_seed(3, tp_rank=rank)
-    found = []
-    for start in (12 * rank, 0):  # a mask that is right on rank 0 alone
-        try:
-            check(spread_table(start, masked), TOKENS)
-            found.append("right")
-        except PlacementError as error:
-            found.append(f"{error.path}: {error}")
+    check(spread_table(12 * rank, masked), TOKENS)
+    error = refused(spread_table(0, masked), TOKENS)  # a mask that is right on rank 0 alone
+    assert error.path == "table"
+    zero, one = gathered(str(error), None)
+    assert zero == one
     sch = split_block()
     check(sch, X)
     slapo.build(sch)
-    return found
-
-
-def malformed_on_one(rank: int, world_size: int) -> str:
-    sch = split_block()
-    with pytest.raises((TypeError, slapo.SlapoError)) as caught:
-        check(sch, object() if rank == 1 else X)
-    return str(caught.value)
-
-
-@pytest.mark.distributed
-def test_inputs_that_are_malformed_on_one_rank() -> None:
-    messages = run_distributed(malformed_on_one, 2, timeout=60)
-    assert all("example_inputs" in message for message in messages)
-
-
-@pytest.mark.distributed
-def test_all_ranks_hear_the_same() -> None:
-    zero, one = run_distributed(on_ranks, 2)
-    assert zero == one
-    assert zero[0] == "right"
-    assert zero[1].startswith("table: ")
 
 
 # --- build ---------------------------------------------------------------------------------------
 def test_build_checks_first(two_ranks: None) -> None:
-    sch = slapo.create_schedule(Block())
-    sch["fc1"].shard("weight", axis=0).shard("bias", axis=0)
-    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    sch = split(slapo.create_schedule(Block()), "backward")
     with pytest.raises(ValueError, match="no example inputs; pass check=example_inputs"):
         slapo.build(sch, check=True)
     with pytest.raises(PlacementError, match="bwd_post"):
@@ -536,9 +506,7 @@ class Wrapped(Block):
 
 def test_outputs_are_opened(two_ranks: None) -> None:
     check(split(slapo.create_schedule(Wrapped(Answer))), X)
-    sch = slapo.create_schedule(Wrapped(Answer))
-    sch["fc1"].shard("weight", axis=0).shard("bias", axis=0)
-    sch["fc2"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+    sch = split(slapo.create_schedule(Wrapped(Answer)), "backward")
     assert "bwd_post" in str(refused(sch))
     sch = split(slapo.create_schedule(Wrapped(lambda x: types.SimpleNamespace(value=x))))
     check(sch, X, lambda output: output.value.sum())
@@ -631,18 +599,14 @@ def split_queries(sch: slapo.Schedule, tagged: bool = True) -> None:
 KEYS = [(1, "by the kernel"), (1, "expanded"), (2, "by the kernel"), (2, "neighbors")]
 
 
-def keys_on_ranks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_keys_that_heads_share() -> None:
     for shared, how in KEYS:
         torch.manual_seed(0)
         sch, x = slapo.create_schedule(SharedKeys(shared, how)), torch.randn(3, 5, 16)
         with slapo.Verify(sch, x):
             split_queries(sch)
         check(sch, x)
-
-
-@pytest.mark.distributed
-def test_keys_that_heads_share() -> None:
-    run_distributed(keys_on_ranks, 2)
 
 
 @pytest.mark.parametrize(

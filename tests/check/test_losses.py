@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from slapo.sharding.state import shards_of
 from slapo.verify.placement import PlacementError, check
 from slapo.verify.placement.offline import check_at
 from tests.check.verdicts import fake_world
-from tests.distributed import run_distributed
+from tests.runtimes.ranks import on_ranks
 
 WIDTH, SEQ, BATCH = 24, 7, 3
 X = torch.randn(BATCH, SEQ, WIDTH)
@@ -129,38 +130,26 @@ def each_its_tokens(model: Model, x: Tensor, labels: Tensor) -> Tensor:
 
 
 # --- a fused head, and the head as a layer -------------------------------------------------------
-def fused(model: Model, x: Tensor, labels: Tensor, group: Any = None, off: int = 0) -> Tensor:
-    head = model.head
+def fused(model: Model, x: Tensor, labels: Tensor, grouped: bool = False, off: int = 0) -> Tensor:
+    head, group = model.head, world() if grouped else None
     return linear_cross_entropy(
         copy_to_group(x, group).flatten(0, 1),
         head.weight,
         labels.flatten(),
         head.bias,
-        start=model.start + off if group is not None else 0,
+        start=model.start + off if grouped else 0,
         group=group,
         chunk=8,
     )
-
-
-def fused_rows(model: Model, x: Tensor, labels: Tensor) -> Tensor:
-    return fused(model, x, labels, world())
-
-
-def fused_from_elsewhere(model: Model, x: Tensor, labels: Tensor) -> Tensor:
-    return fused(model, x, labels, world(), off=1)
 
 
 def fused_without_group(model: Model, x: Tensor, labels: Tensor) -> Tensor:
     return fused(model, x, labels.clamp(max=5))
 
 
-def fused_whole(model: Model, x: Tensor, labels: Tensor, group: Any = None) -> Tensor:
-    weight = model.head.weight
+def fused_whole(model: Model, x: Tensor, labels: Tensor, grouped: bool = False) -> Tensor:
+    weight, group = model.head.weight, world() if grouped else None
     return linear_cross_entropy(x.flatten(0, 1), weight, labels.flatten(), group=group)
-
-
-def fused_whole_with_group(model: Model, x: Tensor, labels: Tensor) -> Tensor:
-    return fused_whole(model, x, labels, world())
 
 
 def by_head(model: Model, x: Tensor, labels: Tensor) -> Tensor:
@@ -178,8 +167,8 @@ RIGHT: list[tuple[Loss, tuple[str, ...]]] = [
     *((loss, ("bias",)) for loss in (parallel, by_module, by_module_of_known_size, by_head)),
     (by_head, ("recomputed",)),
     (by_head, ("bias", "recomputed")),
-    (fused_rows, ("not summed",)),
-    (fused_rows, ("bias", "not summed")),
+    (partial(fused, grouped=True), ("not summed",)),
+    (partial(fused, grouped=True), ("bias", "not summed")),
     (fused_whole, ("whole",)),
 ]
 WRONG: list[tuple[Loss, tuple[str, ...], str]] = [
@@ -189,16 +178,18 @@ WRONG: list[tuple[Loss, tuple[str, ...], str]] = [
     (of_other_dimensions, (), "must be sliced along dimension 2"),
     (whole, ("whole",), "whole on every rank"),
     (summands, ("whole",), "not linear"),
-    (fused_from_elsewhere, ("not summed",), "begins at"),
+    (partial(fused, grouped=True, off=1), ("not summed",), "begins at"),
     (fused_without_group, (), "no group is given"),
     (fused, (), "and the group"),  # by a label of another rank's
-    (fused_whole_with_group, ("whole",), "whole on every rank"),
+    (partial(fused_whole, grouped=True), ("whole",), "whole on every rank"),
     (by_head, ("not summed",), "Partial\\(\\)"),
 ]
 
 
 def named(value: Any) -> str | None:
     """Identifier of a parameter."""
+    if isinstance(value, partial):
+        return " ".join([value.func.__name__, *value.keywords])
     return " ".join(value) if isinstance(value, tuple) else getattr(value, "__name__", None)
 
 
@@ -244,15 +235,11 @@ def test_without_memory() -> None:
     assert [checked.ranks for checked in check_at(make, 4)] == [4, 2]
 
 
-def check_among_processes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_among_processes_nothing_is_communicated() -> None:
     for vocab in (96, 97):
         check(scheduled(by_head, vocab, "bias"), inputs(vocab))
         check(scheduled(parallel, vocab), inputs(vocab))
         sch = scheduled(from_elsewhere, vocab)
         with pytest.raises(PlacementError):
             check(sch, inputs(vocab))
-
-
-@pytest.mark.distributed
-def test_among_processes_nothing_is_communicated() -> None:
-    run_distributed(check_among_processes, 2)

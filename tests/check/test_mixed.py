@@ -37,23 +37,17 @@ def test_what_is_accepted_trains_alike(seeds: range) -> None:
 
 
 # --- found by them -------------------------------------------------------------------------------
-def scheduled_attention() -> slapo.Schedule:
-    """Heads are split."""
-    sch = slapo.create_schedule(Layer())
-    attention = sch["attn"].sync("bwd_post", "all_reduce")
-    for name in "qkv":
-        attention[name].shard("weight", axis=0).shard("bias", axis=0)
-    attention["out"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
-    attention.set("heads", whole=attention.mod.heads)
-    return sch
-
-
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("path", ["", "attn"])
 def test_numbers_that_a_trace_has_built_in(path: str, flatten: bool) -> None:
     """In one process they would be others, which the graph cannot run with."""
     with fake_world():
-        sch = scheduled_attention()
+        sch = slapo.create_schedule(Layer())
+        attention = sch["attn"].sync("bwd_post", "all_reduce")
+        for name in "qkv":
+            attention[name].shard("weight", axis=0).shard("bias", axis=0)
+        attention["out"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+        attention.set("heads", whole=attention.mod.heads)
         assert sch[path].trace(flatten=flatten)
         check(sch, torch.randn(3, 7, HIDDEN))
 

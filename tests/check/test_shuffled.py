@@ -15,8 +15,8 @@ from slapo.sharding import reduce_from_group
 from slapo.verify.placement import PlacementError, check
 from tests.check.test_operations import difference
 from tests.check.verdicts import fake_world
-from tests.distributed import run_distributed
 from tests.graph.served import make
+from tests.runtimes.ranks import on_ranks
 from tests.sharding.parallel_models import HIDDEN, column
 
 BATCH, LENGTH = 7, 12
@@ -111,21 +111,16 @@ def test_what_needs_their_order_is_refused(ranks: int, name: str) -> None:
         check(rows(Rows(BY_ORDER[name])), X)
 
 
-def differences(rank: int, world_size: int) -> dict[str, float]:
-    """Of outputs and gradients, from those of one process."""
+@pytest.mark.parametrize("layout", [(2,), (4,)], ids=str)
+@on_ranks()
+def test_so_it_is(layout: Any) -> None:
+    """Outputs and gradients are those of one process, or not."""
     torch.manual_seed(0)
-    return {
+    found = {
         name: difference(Rows(before).double(), X.double(), rows)
         for name, before in {**BY_ROWS, **BY_ORDER}.items()
     }
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_so_it_is(world_size: int) -> None:
-    for found in run_distributed(differences, world_size):
-        right = {name for name, apart in found.items() if apart < 1e-3}
-        assert right == set(BY_ROWS), found
+    assert {name for name, apart in found.items() if apart < 1e-3} == set(BY_ROWS), found
 
 
 def test_an_output_in_another_order_is_refused(ranks: int) -> None:

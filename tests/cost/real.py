@@ -50,34 +50,22 @@ def make_engine(key: str, mesh: dict[str, int], changes: dict[str, Any]) -> Any:
     """The engine, with its model and inputs."""
     torch.manual_seed(0)
     model = for_training(config_of(key)).train()
-    built = {name: changes.pop(name) for name in ENGINE if name in changes}
-    build: dict[str, Any] = {"micro_batches": built.get("micro_batches", 1)}
-    target = built.get("target", "torch")
-    if target == "torch":
-        build["pipeline_schedule"] = built.get("schedule", "1f1b")
-        build["data_parallel"] = built.get("data_parallel", "ddp")
-    if "dtype" in built:
-        build["dtype"] = built["dtype"]
-    if target == "deepspeed":
-        build["zero"] = built.get("zero", 0)
-        build["config"] = {
-            "zero_optimization": {
-                "stage": build.pop("zero"),
-                "reduce_bucket_size": built["bucket"],
-                "allgather_bucket_size": built["bucket"],
-            }
-        }
+    given: dict[str, Any] = {name: changes.pop(name) for name in ENGINE if name in changes}
+    if "schedule" in given:
+        given["pipeline_schedule"] = given.pop("schedule")
+    if "zero" in given:
+        sizes = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), given.pop("bucket"))
+        given["config"] = {"zero_optimization": {"stage": given.pop("zero"), **sizes}}
     devices = slapo.init_mesh(**mesh, device="cpu")
     slapo.set_random_seed(1, mesh=devices)
     stages = {"pipeline_cuts": mesh["pp"]} if mesh.get("pp", 1) > 1 else {}
     sch = apply_schedule(model, key, group=devices.get_group("tp"), **stages, **changes)
     engine, _ = slapo.build(
         sch,
-        target=target,
         mesh=devices,
         loss_fn=token_loss,
         optimizer=torch.optim.AdamW,
-        **build,
+        **{"target": "torch", **given},
     )
     return engine
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from slapo.cost import MACHINES, Machine, calibrate
+from slapo.cost import MACHINES, calibrate
 from slapo.cost.calibrate import _Clock
-from slapo.cost.machine import SLOW, machine_of
+from slapo.cost.machine import SLOW
 from slapo.cost.memory import order
 from slapo.cost.meter import Kernel
 
@@ -55,11 +55,6 @@ def test_a_ring_moves_each_byte_nearly_twice() -> None:
 def test_many_ranks_take_a_tree_for_small_tensors() -> None:
     few, many = (H100.collective("all_reduce", 1024, n) for n in (16, 16384))
     assert many < 4 * few
-
-
-def test_a_machine_of_ones_own() -> None:
-    mine = Machine("mine", 1e9, 1e12, 1e9, 1e9)
-    assert machine_of(mine) is mine
 
 
 def test_orders_are_those_of_torch() -> None:

@@ -14,6 +14,7 @@ from slapo.cost import steptime
 from slapo.cost.meter import Meter
 from tests.cost.real import peak, predict
 from tests.distributed import run_distributed
+from tests.runtimes.ranks import on_ranks
 
 Case = tuple[str, dict[str, Any]]
 
@@ -108,9 +109,10 @@ class _Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def zero_step(rank: int, world: int) -> list[tuple[int, float]]:
-    """Operators that ZeRO 1 adds to a step, and bytes it moves, with 4 and with 12 parameters."""
-    mesh, size = slapo.init_mesh(dp=world, device="cpu"), 64
+@on_ranks(2)
+def test_what_zero_adds_to_a_step() -> None:
+    """Operators, and bytes moved, with 4 and with 12 parameters."""
+    mesh, size = slapo.init_mesh(dp=2, device="cpu"), 64
     found = []
     for count in (4, 12):
         model = nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(count)))
@@ -139,12 +141,7 @@ def zero_step(rank: int, world: int) -> list[tuple[int, float]]:
         }
         moved = sum(parts.get(kernel.name, 0.0) * kernel.moved for kernel in meter.kernels)
         found.append((all_of.count - plain.count, moved))
-    return found
-
-
-@pytest.mark.distributed
-def test_what_zero_adds_to_a_step() -> None:
-    (few, less), (many, more) = run_distributed(zero_step, 2)[0]
+    (few, less), (many, more) = found
     expected = steptime.ZERO_OPERATORS + steptime.ZERO_NORM_OPERATORS / 2
     assert (many - few) / 8 == pytest.approx(expected, rel=0.1)
     # Three copies of all gradients and two of a rank's half, each read and written in float32.

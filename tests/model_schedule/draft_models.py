@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.graph.served import make
 from tests.model_schedule.models import DECODER, VOCABULARY, Model, images, tokens, transformers
 
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -126,10 +127,9 @@ def _llava(**changes: Any) -> nn.Module:
     vision = transformers.CLIPVisionConfig(
         **sizes, num_hidden_layers=2, image_size=28, patch_size=14
     )
-    kept = {name: value for name, value in DECODER.items() if name != "head_dim"}
     settings = {
         "vision_config": vision,
-        "text_config": transformers.LlamaConfig(**kept),
+        "text_config": transformers.LlamaConfig(**_OF_DECODERS),
         "image_token_index": 3,
         "image_token_id": 3,
         "vision_feature_layer": -1,
@@ -245,30 +245,20 @@ class OneKey(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
-class WholeNorm(nn.Module):
+def whole_norm(hidden: int) -> nn.Module:
     """A norm over all features of a layer, which is gathered for it."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = (
-            nn.Linear(hidden, 2 * hidden),
-            nn.LayerNorm(2 * hidden),
-            nn.Linear(2 * hidden, hidden),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.norm(self.up(x))))
+    return make(
+        lambda self, x: self.down(torch.tanh(self.norm(self.up(x)))),
+        up=nn.Linear(hidden, 2 * hidden),
+        norm=nn.LayerNorm(2 * hidden),
+        down=nn.Linear(2 * hidden, hidden),
+    )
 
 
-class WrittenNorm(nn.Module):
+def written_norm(hidden: int) -> nn.Module:
     """A norm without a module of its own: nothing can gather for it."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.normalize(self.up(x), dim=-1))
+    layers = {"up": nn.Linear(hidden, 2 * hidden), "down": nn.Linear(2 * hidden, hidden)}
+    return make(lambda self, x: self.down(F.normalize(self.up(x), dim=-1)), **layers)
 
 
 class Squares(torch.autograd.Function):
@@ -379,64 +369,52 @@ class Recurrent(nn.Module):
         return self.down(F.silu(self.middle(self.up(y)))).transpose(1, 2)
 
 
-class Convolved(nn.Module):
+def convolved(hidden: int) -> nn.Module:
     """Convolutions over the tokens: of all channels, and of each by itself."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.up = nn.Conv1d(hidden, 2 * hidden, 1)
-        self.each = nn.Conv1d(2 * hidden, 2 * hidden, 3, padding=1, groups=2 * hidden)
-        self.down = nn.Conv1d(2 * hidden, hidden, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.each(self.up(x.mT)))).mT
+    return make(
+        lambda self, x: self.down(F.silu(self.each(self.up(x.mT)))).mT,
+        up=nn.Conv1d(hidden, 2 * hidden, 1),
+        each=nn.Conv1d(2 * hidden, 2 * hidden, 3, padding=1, groups=2 * hidden),
+        down=nn.Conv1d(2 * hidden, hidden, 1),
+    )
 
 
-class LiteralHalves(nn.Module):
+def literal_halves(hidden: int) -> nn.Module:
     """Two halves of 64 features each, as a number in the code."""
 
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.both, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(2 * hidden, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Any:
         both = self.both(x)
         return self.down(both[..., :64].sigmoid() * both[..., 64:])
 
+    layers = {"both": nn.Linear(hidden, 4 * hidden), "down": nn.Linear(2 * hidden, hidden)}
+    return make(forward, **layers)
 
-class LiteralView(nn.Module):
+
+def literal_view(hidden: int) -> nn.Module:
     """A norm of eight features each, as a number in the code that slices fit as well."""
 
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Any:
         heads = self.up(x).unflatten(-1, (-1, 8))
         return self.down(F.normalize(heads, dim=-1).flatten(-2))
 
+    layers = {"up": nn.Linear(hidden, 2 * hidden), "down": nn.Linear(2 * hidden, hidden)}
+    return make(forward, **layers)
 
-class Twice(nn.Module):
+
+def twice(hidden: int) -> nn.Module:
     """One MLP in two roles: behind a norm, and without."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(hidden), Gated(hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(self.norm(x)) + self.mlp(torch.tanh(x))
+    layers = {"norm": nn.LayerNorm(hidden), "mlp": Gated(hidden)}
+    return make(lambda self, x: self.mlp(self.norm(x)) + self.mlp(torch.tanh(x)), **layers)
 
 
-class Dropping(nn.Module):
+def dropping(hidden: int) -> nn.Module:
     """A dropout of what is sharded."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.drop(torch.relu(self.up(x))))
+    return make(
+        lambda self, x: self.down(self.drop(torch.relu(self.up(x)))),
+        up=nn.Linear(hidden, 2 * hidden),
+        down=nn.Linear(2 * hidden, hidden),
+        drop=nn.Dropout(0.5),
+    )
 
 
 class DroppingHeads(Packed):
@@ -486,17 +464,17 @@ def of_torch(hidden: int) -> nn.Module:
 OWN: dict[str, tuple[tuple[Any, ...], float]] = {
     "packed": ((Packed, Gated), 0.95),
     "literal": ((literal, Gated), 0.70),
-    "literal halves": ((LiteralHalves, Gated), 0.45),
-    "literal view": ((LiteralView, Gated), 0.95),
-    "convolved": ((Convolved, Gated), 0.95),
+    "literal halves": ((literal_halves, Gated), 0.45),
+    "literal view": ((literal_view, Gated), 0.95),
+    "convolved": ((convolved, Gated), 0.95),
     "alibi": ((Alibi, Gated), 0.60),
-    "norm over all": ((WholeNorm, Gated), 0.95),
-    "norm written out": ((WrittenNorm, Gated), 0.60),
+    "norm over all": ((whole_norm, Gated), 0.95),
+    "norm written out": ((written_norm, Gated), 0.60),
     "own backward": ((OwnBackward, Gated), 0.95),
     "experts": ((Packed, Mixture), 0.95),
     "recurrent": ((Recurrent, Packed), 0.55),
     "one key": ((OneKey, Gated), 0.90),
-    "twice": ((Twice, Packed), 0.95),
+    "twice": ((twice, Packed), 0.95),
     "layer of torch": ((of_torch, Gated), 0.70),
     "hybrid": ((Packed, Recurrent, Mixture, Alibi), 0.60),
 }

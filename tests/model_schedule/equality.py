@@ -55,14 +55,11 @@ def difference(
     key: str,
     options: dict[str, Any],
     group: Any = None,
-    length: int = LENGTH,
-    by: str | None = None,
     **changes: Any,
 ) -> dict[str, float]:
     """Largest differences, relative to the largest number where that is above 1."""
     slapo.set_random_seed(7)
-    if options.get("sequence_parallel") and length == LENGTH:
-        length = EVEN_LENGTH
+    length = EVEN_LENGTH if options.get("sequence_parallel") else LENGTH
     model = reference(key, **changes)
     scheduled = copy.deepcopy(MODELS[key].build(**changes))
     inputs = MODELS[key].inputs(BATCH, length)
@@ -70,7 +67,7 @@ def difference(
     with torch.enable_grad():
         loss, logits = result(model(**inputs), inputs)
     loss.backward()
-    sch = apply_schedule(scheduled, by or key, group=group, **options)
+    sch = apply_schedule(scheduled, key, group=group, **options)
     built, _ = slapo.build(sch)
     _check_values(built, before, sch.group)
     new_loss, new_logits = result(built(**inputs), inputs)

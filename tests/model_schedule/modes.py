@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.model_schedule.models import MODELS
+
 #: Mode -> options.
 MODES: dict[str, dict[str, Any]] = {
     "layers": {"parallel_vocabulary": False},
@@ -37,21 +39,8 @@ REFUSED: dict[tuple[str, str], str] = {
     ("vit", "all"): "fused_loss is for models whose loss is",
     **{
         (key, "bias and gelu"): "disable_fuse_bias_gelu=False is not supported by this family"
-        for key in [
-            "albert",
-            "gemma",
-            "gemma3",
-            "gemma3_text",
-            "gpt2",
-            "llama",
-            "mistral",
-            "mixtral",
-            "opt",
-            "qwen2",
-            "qwen3",
-            "t5",
-            "wideresnet",
-        ]
+        for key in MODELS
+        if key not in ("bert", "gpt_neo", "roberta", "vit")
     },
 }
 #: Keys whose models are not cut into stages, and why.

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import slapo
 from slapo.model_schedule import apply_schedule
 from slapo.verify.placement.offline import fake_world
-from tests.distributed import run_distributed
 from tests.model_schedule.draft_models import STRANGERS
 from tests.model_schedule.models import MODELS, tokens, transformers
+from tests.runtimes.ranks import error_of, on_ranks
 
 TOLERANCE = 5e-6
 SMALL: dict[str, Any] = {"vocab_size": 131, "hidden_size": 32, "num_attention_heads": 4}
@@ -110,22 +110,17 @@ def squashed(kind: Any) -> Any:
     return kind(transformers.OlmoConfig(**sizes, use_cache=False, pad_token_id=0))
 
 
-def uncertain(rank: int, world_size: int) -> tuple[list[str], str]:
-    sch = apply_schedule(squashed(Squashed), "llama", group=dist.group.WORLD, fused_loss=True)
-    try:
-        apply_schedule(squashed(Mixed), "llama", group=dist.group.WORLD)
-    except slapo.PlacementError as error:
-        return [record.primitive for record in sch.history], str(error)
-    return [], ""
-
-
+@on_ranks(2, timeout=120)
 def test_numbers_where_the_check_has_no_rule() -> None:
-    for done, said in run_distributed(uncertain, 2, timeout=120):
-        assert done.count("shard") > 3 * 5
-        assert "fails the check on 2 ranks: Verify: " in said
-        assert "mlp" in said
-        assert "The check alone was inconclusive" in said
-        assert "squash" in said
+    sch = apply_schedule(squashed(Squashed), "llama", group=dist.group.WORLD, fused_loss=True)
+    assert [record.primitive for record in sch.history].count("shard") > 3 * 5
+    mixed = squashed(Mixed)
+    said = error_of(lambda: apply_schedule(mixed, "llama", group=dist.group.WORLD))
+    assert said.startswith("PlacementError: ")
+    assert "fails the check on 2 ranks: Verify: " in said
+    assert "mlp" in said
+    assert "The check alone was inconclusive" in said
+    assert "squash" in said
 
 
 def test_no_numbers_without_ranks() -> None:

@@ -18,9 +18,10 @@ from torch.nn.utils import parametrizations
 
 import slapo
 from benchmark.draft_ranks import sharded_share
+from slapo.agreement import gathered
 from slapo.command import main
 from slapo.model_schedule import apply_schedule, recipe_of, unregister
-from slapo.model_schedule.drafts import Draft, draft_in_group
+from slapo.model_schedule.drafts import draft_in_group
 from slapo.model_schedule.registry import recipe_keys
 from slapo.model_schedule.splits import entries_of, words_of
 from slapo.verify.numeric.harness import gathered_gradients
@@ -31,25 +32,31 @@ from tests.model_schedule.draft_models import (
     OWN,
     STRANGERS,
     Alibi,
-    Dropping,
     DroppingHeads,
     FewKeys,
     Gated,
     Indexed,
     Own,
     Packed,
-    WholeNorm,
-    WrittenNorm,
+    dropping,
     ids,
     literal,
     of_torch,
     own,
+    written_norm,
 )
 from tests.model_schedule.models import MODELS, VOCABULARY, Model
 from tests.model_schedule.random_models import random_model
+from tests.runtimes.ranks import on_ranks
 
 #: Unequal blocks, parallel blocks, parameters of a module's own, latent attention, two stacks.
 FAST = ["phi3", "cohere2", "mamba2", "deepseekv3", "bart"]
+
+
+def some_and_wide(some: list[str], others: list[str]) -> list[Any]:
+    """Names that a test is run with, and those that take longer."""
+    marks = [pytest.mark.wide, pytest.mark.timeout(600)]
+    return [pytest.param(some, id="some"), pytest.param(others, id="others", marks=marks)]
 
 
 def quiet() -> None:
@@ -82,7 +89,8 @@ class Parametrized(Gated):
 
 
 #: Blocks of models of this file alone.
-MORE = {"whole block": WholeBlock, "parametrized": Parametrized, "few keys": FewKeys}
+MORE = {"whole block": WholeBlock, "parametrized": Parametrized}
+MORE |= {"few keys": FewKeys, "dropping": dropping}
 
 
 def model_of(name: str) -> Model:
@@ -119,17 +127,7 @@ def check_shares(least: dict[str, float], ranks: int = 2, timeout: float = 280) 
     return first
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        FAST,
-        pytest.param(
-            [name for name in STRANGERS if name not in FAST],
-            marks=[pytest.mark.wide, pytest.mark.timeout(600)],
-        ),
-    ],
-    ids=["fast", "others"],
-)
+@pytest.mark.parametrize("names", some_and_wide(FAST, [n for n in STRANGERS if n not in FAST]))
 def test_families_without_a_table(names: list[str]) -> None:
     check_shares(dict.fromkeys(names, 0.6), timeout=280 if names == FAST else 550)
 
@@ -148,7 +146,8 @@ def test_few_heads_on_four_ranks() -> None:
     check_shares({"few keys": 0.85, "deepseekv3": 0.9}, ranks=4)
 
 
-def encoder_layers(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_torch_takes_no_fast_path_around_the_syncs_of_its_layers() -> None:
     quiet()
     drafted = draft_in_group(own(of_torch, of_torch), ids(), dist.group.WORLD)
     sch = slapo.create_schedule(own(of_torch, of_torch).eval(), group=dist.group.WORLD)
@@ -156,25 +155,6 @@ def encoder_layers(rank: int, world_size: int) -> None:
     built, _ = slapo.build(sch)
     with torch.no_grad():
         torch.testing.assert_close(built(ids()), own(of_torch, of_torch).eval()(ids()))
-
-
-def test_torch_takes_no_fast_path_around_the_syncs_of_its_layers() -> None:
-    run_distributed(encoder_layers, 2)
-
-
-def test_tokens_around_attention_of_torch_are_refused() -> None:
-    """It takes tokens as three arguments, of which a sync would gather the first."""
-    words = "fails the check on 2 ranks: check: 'blocks.0.self_attn'"
-    with fake_world(2), pytest.raises(slapo.PlacementError, match=words):
-        apply_schedule(
-            own(of_torch), "draft", example_inputs={"ids": ids(3, 12)}, sequence_parallel=True
-        )
-
-
-def test_a_norm_over_all_heads_gathers() -> None:
-    words = slapo.draft(own(WholeNorm), ids()).recipe.splits
-    assert words["blocks.*.norm"] == "whole(-1)"
-    assert words["blocks.*.up"] == "columns"
 
 
 def check_randoms(seeds: list[int], timeout: float) -> None:
@@ -203,48 +183,31 @@ def test_more_random_models(start: int) -> None:
     check_randoms([*range(start, start + 150)], timeout=1700)
 
 
-def hand_written(rank: int, world_size: int, keys: list[str]) -> dict[str, tuple[float, float]]:
-    """Share of the parameters that are sharded, by a recipe and by a draft."""
+KEYS = [key for key in MODELS if key != "wideresnet"]
+
+
+@pytest.mark.parametrize("keys", some_and_wide(["gpt2", "qwen3"], KEYS))
+@on_ranks(2, timeout=580)
+def test_as_much_is_sharded_as_by_hand(keys: list[str]) -> None:
     quiet()
-    found = {}
     for key in keys:
         model = MODELS[key]
         drafted = draft_in_group(model.build(), model.inputs(3, 12), dist.group.WORLD)
         sch = apply_schedule(model.build(), key, group=dist.group.WORLD)
-        found[key] = drafted.share, sharded_share(sch.mod)
-    return found
-
-
-KEYS = [key for key in MODELS if key != "wideresnet"]
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [["gpt2", "qwen3"], pytest.param(KEYS, marks=[pytest.mark.wide, pytest.mark.timeout(600)])],
-    ids=["two", "all"],
-)
-def test_as_much_is_sharded_as_by_hand(keys: list[str]) -> None:
-    first, _ = run_distributed(hand_written, 2, keys, timeout=280 if len(keys) < 3 else 580)
-    for key, (drafted, by_hand) in first.items():
-        assert drafted > by_hand - 0.01, (key, first)
+        assert drafted.share > sharded_share(sch.mod) - 0.01, key
 
 
 # --- the program ---------------------------------------------------------------------------------
-def run_program(drafted: Draft) -> Any:
-    """The recipe that the text registers."""
-    exec(str(drafted), {})
-    try:
-        return recipe_of(drafted.key, None)
-    finally:
-        unregister(drafted.key)
-
-
 @pytest.mark.parametrize("name", ["stablelm", "mamba2", "bart", "swin"])
 def test_the_text_makes_the_same_recipe(name: str) -> None:
     model: Model = STRANGERS[name]
     drafted = slapo.draft(model.build(), model.inputs(3, 13))
     assert drafted.verdict is None
-    assert run_program(drafted) == drafted.recipe
+    exec(str(drafted), {})
+    try:
+        assert recipe_of(drafted.key, None) == drafted.recipe
+    finally:
+        unregister(drafted.key)
     assert model.build().__class__.__name__ in str(drafted)
 
 
@@ -295,26 +258,33 @@ def of_other_sizes(rank: int, world_size: int, texts: dict[str, str]) -> None:
         assert sharded_share(sch.mod) > 0.5, name
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        [*OTHERS][:2],
-        pytest.param([*OTHERS][2:], marks=[pytest.mark.wide, pytest.mark.timeout(600)]),
-    ],
-    ids=["two", "all"],
-)
+@pytest.mark.parametrize("names", some_and_wide([*OTHERS][:2], [*OTHERS][2:]))
 def test_the_text_is_for_other_sizes_too(names: list[str]) -> None:
     models = {name: STRANGERS[name] for name in names}
     texts = {n: str(slapo.draft(m.build(), m.inputs(3, 13))) for n, m in models.items()}
     run_distributed(of_other_sizes, 2, texts, timeout=550)
 
 
-def test_sizes_are_attributes() -> None:
-    model = STRANGERS["phi3"]
+@pytest.mark.parametrize(
+    ("name", "path", "said"),
+    [
+        ("norm over all", "blocks.*.norm", "whole(-1)"),
+        ("norm over all", "blocks.*.up", "columns"),
+        ("dropping", "blocks.*.drop", "fork_rng"),
+        (
+            "phi3",
+            "layers.*.self_attn.qkv_proj",
+            "columns(config.num_attention_heads*head_dim, num_key_value_heads*head_dim, "
+            "num_key_value_heads*head_dim)",
+        ),
+    ],
+)
+def test_words_of_a_table(name: str, path: str, said: str) -> None:
+    """Sizes are attributes, and not numbers."""
+    model = model_of(name)
     drafted = slapo.draft(model.build(), model.inputs(3, 13))
-    said = drafted.recipe.splits["layers.*.self_attn.qkv_proj"]
-    kv = "num_key_value_heads*head_dim"
-    assert said == f"columns(config.num_attention_heads*head_dim, {kv}, {kv})"
+    assert drafted.recipe.splits[path] == said
+    assert drafted.verdict is None
 
 
 # --- by key --------------------------------------------------------------------------------------
@@ -326,10 +296,28 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def by_key(rank: int, world_size: int, name: str, key: str, every: list[dict[str, Any]]) -> None:
+#: Experts and their router, latent attention, one norm in front of two blocks, a mixer.
+SPREAD = ["qwen3moe", "cohere2", "mamba2", "lfm2", "falcon", "bart"]
+TOKENS = [{"sequence_parallel": True}]
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "every"),
+    [
+        pytest.param("stablelm", "auto", OPTIONS, id="options"),
+        pytest.param("gptneox", "draft", OPTIONS, id="options, draft", marks=pytest.mark.wide),
+        pytest.param("deepseekv3", "draft", TOKENS, id="tokens"),
+        *(
+            pytest.param(name, "draft", TOKENS, id=f"tokens, {name}", marks=pytest.mark.wide)
+            for name in SPREAD
+        ),
+    ],
+)
+@on_ranks(2)
+def test_options_of_recipes(name: str, key: str, every: list[dict[str, Any]]) -> None:
     """The loss and every gradient are those of one process."""
     quiet()
-    slapo.set_random_seed(7, tp_rank=rank)
+    slapo.set_random_seed(7, tp_rank=dist.get_rank())
     model = STRANGERS[name]
     plain, inputs = model.build(), model.inputs(2, 12)
     wanted = plain(**inputs).loss
@@ -346,25 +334,6 @@ def by_key(rank: int, world_size: int, name: str, key: str, every: list[dict[str
             torch.testing.assert_close(found[path], gradient, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [("stablelm", "auto"), pytest.param("gptneox", "draft", marks=pytest.mark.wide)],
-)
-def test_options_of_recipes(name: str, key: str) -> None:
-    run_distributed(by_key, 2, name, key, OPTIONS)
-
-
-#: Experts and their router, latent attention, one norm in front of two blocks, a mixer.
-SPREAD = ["deepseekv3", "qwen3moe", "cohere2", "mamba2", "lfm2", "falcon", "bart"]
-
-
-@pytest.mark.parametrize(
-    "name", [SPREAD[0], *(pytest.param(name, marks=pytest.mark.wide) for name in SPREAD[1:])]
-)
-def test_tokens_are_sharded_between_blocks(name: str) -> None:
-    run_distributed(by_key, 2, name, "draft", [{"sequence_parallel": True}])
-
-
 def test_auto_in_one_process_needs_no_draft() -> None:
     model = STRANGERS["stablelm"]
     sch = apply_schedule(model.build(), "auto", ckpt_ratio=1.0)
@@ -376,7 +345,7 @@ def test_auto_in_one_process_needs_no_draft() -> None:
     ("block", "name", "why"),
     [
         (Alibi, "blocks.0.q.weight", "values of arange"),
-        (WrittenNorm, "blocks.0.up.weight", "linalg_vector_norm"),
+        (written_norm, "blocks.0.up.weight", "linalg_vector_norm"),
         (Indexed, "blocks.0.qkv.weight", "select"),
         (literal, "blocks.0.qkv.weight", ""),
     ],
@@ -622,17 +591,12 @@ def test_an_operation_of_ones_own() -> None:
     assert drafted.verdict is None
 
 
-def test_dropout_of_what_is_sharded() -> None:
-    drafted = slapo.draft(own(Dropping, Gated), ids())
-    assert drafted.recipe.splits["blocks.*.drop"] == "fork_rng"
-    assert drafted.verdict is None
-
-
-def dropping(rank: int, world_size: int) -> dict[str, torch.Tensor]:
-    """Whole parameters after three steps."""
+@on_ranks(2)
+def test_ranks_agree_with_dropout() -> None:
+    """About whole parameters, after three steps."""
     quiet()
-    slapo.set_random_seed(7, tp_rank=rank)
-    kinds = DroppingHeads, Dropping, Gated
+    slapo.set_random_seed(7, tp_rank=dist.get_rank())
+    kinds = DroppingHeads, dropping, Gated
     drafted = draft_in_group(own(*kinds), ids(), dist.group.WORLD)
     model, _ = slapo.build(
         drafted.apply(slapo.create_schedule(own(*kinds), group=dist.group.WORLD))
@@ -642,27 +606,13 @@ def dropping(rank: int, world_size: int) -> dict[str, torch.Tensor]:
         model(ids(seed=step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {
-        name: parameter.detach()
-        for name, parameter in model.named_parameters()
-        if not hasattr(parameter, "orig_shape")
-    }
-
-
-def test_ranks_agree_with_dropout() -> None:
-    first, second = run_distributed(dropping, 2)
-    assert "final.weight" in first
-    for name, parameter in first.items():
-        assert torch.equal(parameter, second[name]), name
+    whole = {n: p.detach() for n, p in model.named_parameters() if not hasattr(p, "orig_shape")}
+    assert "final.weight" in whole
+    first, second = gathered(whole, None)
+    assert all(torch.equal(parameter, second[name]) for name, parameter in first.items())
 
 
 # --- bad input: more in ``tests/golden/mistakes/draft.txt`` ---------------------------------------
-def test_a_recipe_of_another_model() -> None:
-    drafted = slapo.draft(own(Packed, Gated), ids())
-    with fake_world(2), pytest.raises(ValueError, match=r"blocks\.0\.qkv"):
-        drafted.apply(slapo.create_schedule(own(Alibi, Gated)))
-
-
 def test_words_that_are_no_list() -> None:
     with pytest.raises(ValueError, match=r"not a list of words"):
         words_of("columns(")
@@ -679,7 +629,7 @@ def test_a_module_may_have_several_entries() -> None:
 
 # --- the command ---------------------------------------------------------------------------------
 SCRIPT = """
-from tests.model_schedule.draft_models import Gated, Packed, WholeNorm, ids, own
+from tests.model_schedule.draft_models import Gated, Packed, whole_norm, ids, own
 def make():
     return own(Packed, Gated), ids()
 def nothing():
@@ -704,9 +654,11 @@ def test_the_command_on_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert '"layers.*.mlp.down_proj": "rows"' in capsys.readouterr().out
 
 
-def edited(rank: int, world_size: int, page: str) -> None:
+@on_ranks(2)
+def test_the_page() -> None:
+    """Its edited table is equal to the model on two ranks."""
     quiet()
-    own_model, recipe = page.split("```python\n")[1:3]
+    own_model, recipe = Path("docs/drafts.md").read_text().split("```python\n")[1:3]
     names: dict[str, Any] = {}
     exec(own_model.partition("print(")[0], names)
     exec(recipe.partition("```")[0], names)
@@ -716,8 +668,3 @@ def edited(rank: int, world_size: int, page: str) -> None:
     with slapo.Verify(sch, inputs):
         apply_schedule(sch, "my_model", example_inputs={"ids": inputs})
     assert sch["blocks.1.mlp.narrow"].mod.weight.shape == (4, 32)
-
-
-def test_the_page() -> None:
-    """Its edited table is equal to the model on two ranks."""
-    run_distributed(edited, 2, Path("docs/drafts.md").read_text())

@@ -15,9 +15,9 @@ from torch import nn
 import slapo
 from slapo.model_schedule import apply_schedule, losses
 from slapo.model_schedule.losses import OwnLoss, own_loss
-from tests.distributed import run_distributed
 from tests.model_schedule.draft_models import STRANGERS, TWO_STACKS, named
 from tests.model_schedule.models import DECODER, MODELS, VOCABULARY, transformers
+from tests.runtimes.ranks import on_ranks
 
 IMAGES: dict[str, Any] = {
     "hidden_size": 32,
@@ -163,9 +163,10 @@ def test_logits_where_there_are_no_gradients(key: str, as_tuple: bool) -> None:
 
 
 # --- over ranks ----------------------------------------------------------------------------------
-def over_ranks(rank: int, world_size: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_over_ranks() -> None:
     group = torch.distributed.group.WORLD
-    found: dict[str, Any] = {}
+    found: dict[str, float] = {}
     for key in ("llama", "gpt2"):
         model: Any = MODELS[key].build(use_cache=True).eval()
         inputs = MODELS[key].inputs(2, 5)
@@ -179,7 +180,7 @@ def over_ranks(rank: int, world_size: int) -> dict[str, Any]:
             found[f"{key} evaluation"] = float((built(**inputs).logits - masked).abs().max())
         found[f"{key} logits"] = float((built(ids).logits - logits).abs().max().detach())
         again = built.generate(ids, max_new_tokens=4, do_sample=False)
-        found[f"{key} text"] = torch.equal(again, text)
+        assert torch.equal(again, text), key
 
     model, ids = MODELS["llama"].build(), MODELS["llama"].inputs(2, 9)["input_ids"]
     call = {"input_ids": ids, "labels": ids, "ignore_index": int(ids[0, 3])}
@@ -197,12 +198,4 @@ def over_ranks(rank: int, world_size: int) -> dict[str, Any]:
     with pytest.raises(slapo.SlapoError, match="set_random_seed"):
         built(**MODELS["bert"].inputs(2, 5))
     built.eval()(**MODELS["bert"].inputs(2, 5))
-
-    return found
-
-
-def test_over_ranks() -> None:
-    for found in run_distributed(over_ranks, 2):
-        assert found.pop("llama text")
-        assert found.pop("gpt2 text")
-        assert all(value < 2e-6 for value in found.values()), found
+    assert all(value < 2e-6 for value in found.values()), found

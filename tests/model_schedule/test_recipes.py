@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 
 import slapo
+from slapo.agreement import gathered
 from slapo.model_schedule import apply_schedule, recipe_keys
 from tests.distributed import run_distributed
 from tests.model_schedule.equality import difference
 from tests.model_schedule.models import MODELS, shallow, tokens
 from tests.model_schedule.modes import MODES, REFUSED, UNCUT
+from tests.runtimes.ranks import on_ranks
 
 #: Relative, in float32: sums are in another order, over other parts.
 TOLERANCE = 5e-6
@@ -82,27 +84,21 @@ def test_tensor_parallel(world_size: int, keys: Sequence[str]) -> None:
             check(key, found[key])
 
 
-def broadcast(rank: int, world_size: int) -> list[tuple[float, float]]:
-    """Loss of the first rank's inputs, and what a rank finds that is given others."""
-    found = []
+@on_ranks(2)
+def test_inputs_and_labels_of_the_first_rank() -> None:
     for options in ({}, {"fused_loss": True}, {"gather_logits": False}):
-        inputs = [tokens(3, 9, seed=1 + each) for each in range(world_size)]
+        inputs = [tokens(3, 9, seed=1 + each) for each in range(2)]
         expected = MODELS["llama"].build()(**inputs[0]).loss
         model = MODELS["llama"].build()
         group = dist.group.WORLD
         sch = apply_schedule(model, "llama", group=group, bcast_input=True, **options)
-        found.append((slapo.build(sch)[0](**inputs[rank]).loss.item(), expected.item()))
-    return found
+        loss = slapo.build(sch)[0](**inputs[sch.rank]).loss
+        assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
 
 
-def test_inputs_and_labels_of_the_first_rank() -> None:
-    for found in run_distributed(broadcast, 2):
-        for loss, expected in found:
-            assert loss == pytest.approx(expected, abs=1e-5)
-
-
-def hidden_states(rank: int, world_size: int, keys: list[str]) -> dict[str, list[bool]]:
-    """Whether hidden states after each layer are equal on all ranks, in train mode with dropout."""
+@on_ranks(2)
+def test_dropout_keeps_the_ranks_together() -> None:
+    """Hidden states after each layer are equal on all ranks, in train mode."""
     dropouts = {
         "gpt2": {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2},
         "gpt_neo": {"resid_dropout": 0.2, "embed_dropout": 0.2, "attention_dropout": 0.2},
@@ -111,32 +107,17 @@ def hidden_states(rank: int, world_size: int, keys: list[str]) -> dict[str, list
         "t5": {"dropout_rate": 0.2},
         "llama": {"attention_dropout": 0.2},
     }
-    found = {}
-    for key in keys:
-        slapo.set_random_seed(3, tp_rank=rank)
-        model = MODELS[key].build(**shallow(key), **dropouts[key])
+    for key, dropout in dropouts.items():
+        slapo.set_random_seed(3, tp_rank=dist.get_rank())
+        model = MODELS[key].build(**shallow(key), **dropout)
         plain = MODELS[key].build(**shallow(key))
         sch = apply_schedule(model, key, group=dist.group.WORLD)
         built, _ = slapo.build(sch)
         inputs = MODELS[key].inputs(3, 9)
         output = built(**inputs, output_hidden_states=True)
         name = "decoder_hidden_states" if key == "t5" else "hidden_states"
-        states = [*output[name], output.logits]
-        without = plain(**inputs).logits
-        found[key] = [_same_everywhere(state.detach()) for state in states]
-        found[key].append(not torch.allclose(output.logits, without, atol=1e-4))
-    return found
-
-
-def _same_everywhere(tensor: torch.Tensor) -> bool:
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, tensor.contiguous())
-    return all(torch.equal(part, parts[0]) for part in parts)
-
-
-def test_dropout_keeps_the_ranks_together() -> None:
-    keys = ["gpt2", "gpt_neo", "bert", "opt", "t5", "llama"]
-    for found in run_distributed(hidden_states, 2, keys):
-        for key in keys:
-            assert len(found[key]) > 3
-            assert all(found[key]), (key, found[key])
+        states = [state.detach() for state in (*output[name], output.logits)]
+        assert len(states) > 2
+        for one, other in zip(*gathered(states, None), strict=True):
+            assert torch.equal(one, other), key
+        assert not torch.allclose(output.logits, plain(**inputs).logits, atol=1e-4), key

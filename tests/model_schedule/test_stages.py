@@ -85,6 +85,7 @@ def test_even_cuts_are_the_best() -> None:
         assert ends == sorted(set(ends))
         assert dearest(costs, ends) == pytest.approx(best)
     assert even_cuts([1] * 5, 3) == [0, 2]  # the first of those that are as good
+    assert chosen_cuts([[0], [1]], [2, 3]) == [0, 3]  # of two stacks
 
 
 def dearest(costs: list[float], ends: Any) -> float:
@@ -95,9 +96,3 @@ def dearest(costs: list[float], ends: Any) -> float:
 def test_a_head_counts_for_the_last_layer() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 100))
     assert layer_costs(model, ["0", "1"], "2") == [4.0, 204.0]
-
-
-def test_cuts_of_two_stacks() -> None:
-    assert chosen_cuts([[0], [1]], [2, 3]) == [0, 3]
-    with pytest.raises(ValueError, match="or one per stack: 2"):
-        chosen_cuts([[0], [1], [2]], [2, 3])

@@ -16,9 +16,9 @@ import slapo
 from slapo.model_schedule import apply_schedule
 from slapo.sharding.state import sharding_of
 from slapo.verify.placement.offline import fake_world
-from tests.distributed import run_distributed
 from tests.fingerprint import refused
 from tests.model_schedule.models import MODELS, decoder, tokens, transformers
+from tests.runtimes.ranks import on_ranks
 
 
 # --- other families ------------------------------------------------------------------------------
@@ -104,10 +104,18 @@ def lively(model: Any) -> Any:
     return model
 
 
-def equals_one_process(
-    rank: int, world_size: int, key: str, options: dict[str, Any], where: str, comes_last: bool
+@pytest.mark.parametrize(
+    ("key", "options", "comes_last"),
+    [*((*each, False) for each in OPTIONS), *((*OPTIONS[n], True) for n in (1, 2, 4))],
+)
+@on_ranks(2)
+def test_adapters_are_split_with_their_layers(
+    tmp_path: Path, key: str, options: dict[str, Any], comes_last: bool
 ) -> None:
-    mesh, inputs = slapo.init_mesh(tp=world_size, device="cpu"), tokens(3, 8)
+    """Whether they come before the schedule or after it."""
+    pytest.importorskip("peft")
+    where, rank = str(tmp_path), dist.get_rank()
+    mesh, inputs = slapo.init_mesh(tp=2, device="cpu"), tokens(3, 8)
     slapo.set_random_seed(1, mesh=mesh)
     plain = adapted(MODELS[key].build(), *ADAPTED[key])
     given = {"recipe": key, **options}
@@ -135,7 +143,11 @@ def equals_one_process(
         for name, value in theirs.items():
             assert torch.equal(read[name], value)
             assert torch.equal(own[name], value)
-        again = type(plain).from_pretrained(MODELS[key].build(), f"{where}/adapters")
+    dist.barrier()
+    # They go into the full model, and into the slices of another one.
+    shards, _ = slapo.build(apply_schedule(MODELS[key].build(), key, group=mesh["tp"]))
+    for other in (MODELS[key].build(), shards):
+        again = type(plain).from_pretrained(other, f"{where}/adapters")
         torch.testing.assert_close(again(**inputs).loss, loss, atol=1e-6, rtol=1e-5)
     merged_alone = plain.eval().merge_and_unload()
     wanted = merged_alone(**inputs).logits
@@ -167,18 +179,6 @@ def compare_adapters(model: Any, plain: Any) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("key", "options", "comes_last"),
-    [*((*each, False) for each in OPTIONS), *((*OPTIONS[n], True) for n in (1, 2, 4))],
-)
-def test_adapters_are_split_with_their_layers(
-    tmp_path: Path, key: str, options: dict[str, Any], comes_last: bool
-) -> None:
-    """Whether they come before the schedule or after it."""
-    pytest.importorskip("peft")
-    run_distributed(equals_one_process, 2, key, options, str(tmp_path), comes_last)
-
-
 def pair_by_hand(inner: nn.Module) -> Any:
     sch = slapo.create_schedule(inner, group=dist.group.WORLD)
     sch["layers.0"].shard("weight", axis=0).shard("bias", axis=0).sync("bwd_post", "all_reduce")
@@ -186,7 +186,12 @@ def pair_by_hand(inner: nn.Module) -> Any:
     return sch
 
 
-def by_hand(rank: int, world_size: int, order: str) -> None:
+@pytest.mark.parametrize(
+    "order", ["adapters, schedule", "schedule, adapters, build", "schedule, build, adapters"]
+)
+@on_ranks(2)
+def test_adapters_by_hand(order: str) -> None:
+    config = pytest.importorskip("peft").LoraConfig
     plain = lively(adapted(Pair(), "0", "2"))
     if order == "adapters, schedule":
         model = copy.deepcopy(plain)
@@ -203,9 +208,9 @@ def by_hand(rank: int, world_size: int, order: str) -> None:
         slapo.build(sch)
     compare_pair(model, plain)
     compare_adapters(model, plain)
-    second = peft_config(r=3, target_modules=["0", "2"], init_lora_weights=False)
+    second = config(r=3, target_modules=["0", "2"], init_lora_weights=False)
     for one in (model, plain):
-        torch.manual_seed(7 + rank * (one is model))  # the first rank's values count
+        torch.manual_seed(7 + dist.get_rank() * (one is model))  # the first rank's values count
         one.add_adapter("second", second)
         one.set_adapter("second")
     compare_pair(model, plain)
@@ -220,11 +225,7 @@ def by_hand(rank: int, world_size: int, order: str) -> None:
     compare_pair(again, alone)
     compare_adapters(again, alone)
     with pytest.raises(ValueError, match="are not two matrices of LoRA"):
-        again.add_adapter("dora", peft_config(target_modules=["0"], use_dora=True))
-
-
-def peft_config(**options: Any) -> Any:
-    return pytest.importorskip("peft").LoraConfig(**options)
+        again.add_adapter("dora", config(target_modules=["0"], use_dora=True))
 
 
 def compare_pair(model: Any, plain: Any) -> None:
@@ -249,14 +250,6 @@ class Pair(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
-
-
-@pytest.mark.parametrize(
-    "order", ["adapters, schedule", "schedule, adapters, build", "schedule, build, adapters"]
-)
-def test_adapters_by_hand(order: str) -> None:
-    pytest.importorskip("peft")
-    run_distributed(by_hand, 2, order)
 
 
 @pytest.mark.parametrize("comes_last", [False, True])
@@ -300,39 +293,11 @@ def adamw(parameters: Any) -> Any:
     return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=1e-2)
 
 
-def in_an_engine(rank: int, world_size: int, folder: str) -> None:
-    mesh, batch = slapo.init_mesh(tp=world_size, device="cpu"), tokens(3, 8)
-
-    def built(sch: Any) -> Any:
-        options = {"loss_fn": lambda output, labels: output.loss, "optimizer": adamw}
-        return slapo.build(sch, target="torch", mesh=mesh, **options)[0]
-
-    sch = apply_schedule(MODELS["llama"].build(), "llama", group=mesh["tp"])
-    mine = adapted(sch.mod, *ADAPTED["llama"], seed=3 + rank)
-    engine, plain = built(sch), adapted(MODELS["llama"].build(), *ADAPTED["llama"])
-    engine.train_batch(iter([(dict(batch), batch["labels"])]))
-    optimizer = adamw(plain.parameters())
-    plain(**batch).loss.backward()
-    optimizer.step()
-    late = built(apply_schedule(MODELS["llama"].build(), "llama", group=mesh["tp"]))
-    adapted(late.module, *ADAPTED["llama"])
-    with pytest.raises(slapo.SlapoError, match=r"lora_A\.default\.weight, require gradients"):
-        late.train_batch(iter([(dict(batch), batch["labels"])]))
-    slapo.save_pretrained(mine, f"{folder}/adapters")
-    # PEFT's files go into the slices of another model.
-    other, _ = slapo.build(apply_schedule(MODELS["llama"].build(), "llama", group=mesh["tp"]))
-    again = type(plain).from_pretrained(other, f"{folder}/adapters")
-    torch.testing.assert_close(again(**batch).loss, plain(**batch).loss, atol=1e-5, rtol=1e-5)
-
-
-def test_adapters_in_an_engine_and_from_files(tmp_path: Path) -> None:
+@on_ranks(4)
+def test_adapters_in_other_layouts(tmp_path: Path) -> None:
+    """Adapters between schedule and build: replicas by FSDP2, and stages; later is too late."""
     pytest.importorskip("peft")
-    run_distributed(in_an_engine, 2, str(tmp_path))
-
-
-def in_other_layouts(rank: int, world_size: int, folder: str) -> None:
-    """Adapters between schedule and build: replicas by FSDP2, and stages."""
-    batch = tokens(4, 8)
+    batch, rank = tokens(4, 8), dist.get_rank()
     plain = adapted(MODELS["llama"].build(), *ADAPTED["llama"])
     optimizer, wanted = adamw(plain.parameters()), []
     for _ in range(2):
@@ -355,25 +320,37 @@ def in_other_layouts(rank: int, world_size: int, folder: str) -> None:
         for loss in wanted:
             found = engine.train_batch(iter([(dict(part), part["labels"])]))
             torch.testing.assert_close(found, loss.detach(), atol=1e-5, rtol=1e-5)
-        engine.save(f"{folder}/{next(iter(sizes))}")
+        engine.save(tmp_path / next(iter(sizes)))
+    sch = apply_schedule(MODELS["llama"].build(), "llama", mesh=mesh, **cuts)
+    late, _ = slapo.build(sch, target="torch", mesh=mesh, **given)
+    adapted(late.module, *ADAPTED["llama"])
+    with pytest.raises(slapo.SlapoError, match=r"lora_A\.default\.weight, require gradients"):
+        late.train_batch(iter([(dict(part), part["labels"])]))
 
 
-def test_adapters_in_other_layouts(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    run_distributed(in_other_layouts, 4, str(tmp_path))
-
-
-@pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_adapters_made_from_slices_are_refused(init: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options", "error", "says"),
+    [
+        *(
+            (
+                "LoraConfig",
+                {"r": 2, "target_modules": ["0", "2"], "init_lora_weights": init},
+                slapo.SlapoError,
+                "made from this rank's slice of it; pass init_lora_w",
+            )
+            for init in ("pissa", "olora")
+        ),
+        (
+            "IA3Config",
+            {"target_modules": ["0"], "feedforward_modules": []},
+            ValueError,
+            "has adapters of Linear that are not two",
+        ),
+    ],
+)
+def test_adapters_that_slices_cannot_have_are_refused(
+    kind: str, options: dict[str, Any], error: Any, says: str
+) -> None:
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=init)
-    says = "made from this rank's slice of it; pass init_lora_w"
-    with fake_world(2), pytest.raises(slapo.SlapoError, match=says):
-        peft.get_peft_model(pair_by_hand(Pair()).mod, config)
-
-
-def test_adapters_without_matrices_around_slices_are_refused() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.IA3Config(target_modules=["0"], feedforward_modules=[])
-    with fake_world(2), pytest.raises(ValueError, match="has adapters of Linear that are not two"):
-        peft.get_peft_model(pair_by_hand(Pair()).mod, config)
+    with fake_world(2), pytest.raises(error, match=says):
+        peft.get_peft_model(pair_by_hand(Pair()).mod, getattr(peft, kind)(**options))

@@ -73,13 +73,6 @@ def apart(engine: Any, reference: Alone, losses: list[float], first: int = BEFOR
     return max(*(abs(a - b) for a, b in pairs), largest_difference(engine, reference.state()))
 
 
-def leave_groups() -> None:
-    """Megatron-Core has groups of one layout at a time."""
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-
-
 def contents(step: Path) -> dict[str, Tensor]:
     """All tensors of a step, whole."""
     found, saved = {}, Step(step)

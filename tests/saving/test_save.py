@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
 from collections import deque
@@ -17,10 +16,9 @@ from torch import Tensor, nn
 
 import slapo
 from slapo.command import main
-from slapo.saving.nests import decode, encode
+from slapo.saving.nests import encode
 from slapo.saving.steps import file_of
 from slapo.weights.files import TensorFile
-from tests.distributed import run_distributed
 from tests.runtimes.ranks import error_of, on_ranks
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
@@ -72,12 +70,14 @@ class Data:
         return torch.randn(4, 4, generator=generator), torch.randn(4, 1, generator=generator)
 
     def state_dict(self) -> dict[str, Any]:
-        order = torch.arange(3)
-        return {"number": self.number, 5: (b"bytes", {1, 2}, [None, 1.5]), "order": order}
+        order, last = torch.arange(3), deque([1, 2], 2)
+        told = (b"bytes", {1, 2}, [None, 1.5])
+        return {"number": self.number, 5: told, "order": order, "last": last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert state[5] == (b"bytes", {1, 2}, [None, 1.5])
         assert torch.equal(state["order"], torch.arange(3))
+        assert (state["last"], state["last"].maxlen) == (deque([1, 2]), 2)
         self.number = state["number"]
 
 
@@ -323,16 +323,12 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
     return status, said.out + said.err
 
 
-def inspected(rank: int, world: int, tmp_path: Path) -> None:
+def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engine = engine_of(lr_scheduler=SCHEDULERS["LambdaLR"])
     for _ in range(2):
         steps(engine, Data(), 1)
         engine.save(tmp_path / "run", data=Data())
     slapo.save_pretrained(engine, tmp_path / "weights")
-
-
-def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_distributed(inspected, 1, tmp_path)
     (tmp_path / "run/step_00000007.tmp").mkdir()
     status, text = shown(capsys, str(tmp_path / "run"), "--verify")
     assert status == 0
@@ -400,27 +396,8 @@ def test_weights_of_a_step_need_no_optimizer(tmp_path: Path) -> None:
     assert "call step() first" in error_of(lambda: engine.load(tmp_path / "run"))
 
 
-def test_a_bounded_queue_stays_bounded() -> None:
-    found = decode(json.loads(json.dumps(encode(deque([1, 2], 2), [], "state"))), [])
-    assert found == deque([1, 2])
-    assert found.maxlen == 2
-
-
 @pytest.mark.parametrize("dtype", ["O", "i4, f8"])
 def test_arrays_whose_bytes_do_not_suffice_are_refused(dtype: str) -> None:
     array = pytest.importorskip("numpy").zeros(2, dtype)
     with pytest.raises(slapo.SlapoError, match=r"state\['order'\] is an array of dtype"):
         encode({"order": array}, [], "state")
-
-
-class Raises(Data):
-    def state_dict(self) -> dict[str, Any]:
-        raise KeyError("no state")
-
-
-@on_ranks(1)
-def test_data_whose_state_cannot_be_had(tmp_path: Path) -> None:
-    engine = engine_of()
-    assert "no state" in error_of(lambda: engine.save(tmp_path / "run", data=Raises()))
-    assert not (tmp_path / "run").exists()
-    steps(engine, Data())

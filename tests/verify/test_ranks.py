@@ -14,6 +14,7 @@ import slapo
 from slapo.verify.numeric.rank_sync import RankSync
 from tests.distributed import run_distributed
 from tests.runtimes.jobs import WORLD, run_job
+from tests.runtimes.ranks import on_ranks
 
 X = torch.ones(2, 4)
 
@@ -94,7 +95,9 @@ def sharded_pair(sch: slapo.Schedule) -> None:
     sch["2"].shard("weight", 1).sync("fwd_post", "all_reduce")
 
 
-def fails_between_sums(rank: int, world: int, module: type[nn.Module]) -> str:
+@pytest.mark.parametrize("module", [FailsOn, Backwards])
+@on_ranks(2)
+def test_a_failure_between_collectives_is_one_on_all(module: type[nn.Module]) -> None:
     """Others have begun the sum after it, of which the failing rank, which lives on, is missing."""
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 4)))
     x = X.clone().requires_grad_()
@@ -102,21 +105,17 @@ def fails_between_sums(rank: int, world: int, module: type[nn.Module]) -> str:
         sharded_pair(sch)
         sch["1"].replace(module(0) if module is FailsOn else module())
     store = dist.distributed_c10d._get_default_store()
-    if rank == 0:
+    if sch.rank == 0:
+        assert "scheduled model fails with" in str(told.value)
         store.wait(["heard"], timedelta(seconds=20))
     else:
+        assert str(told.value).startswith("Verify failed on rank 0 with ")
         store.set("heard", "")
-    return str(told.value)
 
 
-@pytest.mark.parametrize("module", [FailsOn, Backwards])
-def test_a_failure_between_collectives_is_one_on_all(module: type[nn.Module]) -> None:
-    failing, *others = run_distributed(fails_between_sums, 2, module)
-    assert "scheduled model fails with" in failing
-    assert all(told.startswith("Verify failed on rank 0 with ") for told in others)
-
-
-def goes_another_way(rank: int, world: int) -> str:
+@on_ranks(2)
+def test_collectives_that_do_not_meet_are_named() -> None:
+    rank, ways = dist.get_rank(), ["all_reduce of (2, 4)", "all_gather of (2, 2)"]
     # Rank 1 comes first and looks for failures slowly: it finds rank 0's, which was told after both
     # had come.
     meet, told_by_another = RankSync.meet, RankSync._reported_by_another
@@ -127,16 +126,9 @@ def goes_another_way(rank: int, world: int) -> str:
         sharded_pair(sch)
         if rank == 1:
             sch["1"].sync("fwd_post", "all_gather", axis=1)
-    return str(told.value)
-
-
-def test_collectives_that_do_not_meet_are_named() -> None:
-    for rank, told in enumerate(run_distributed(goes_another_way, 2)):
-        ways = ["all_reduce of (2, 4)", "all_gather of (2, 2)"]
-        if rank == 1:
-            ways.reverse()
-        assert f"rank {rank} is at {ways[0]} while rank {1 - rank} is at {ways[1]}" in told
-        assert f"in '{2 - rank}' (" in told
+    said = f"rank {rank} is at {ways[rank]} while rank {1 - rank} is at {ways[1 - rank]}"
+    assert said in str(told.value)
+    assert f"in '{2 - rank}' (" in str(told.value)
 
 
 def fails_while_others_wait(rank: int) -> None:

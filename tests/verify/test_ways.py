@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
-from tests.distributed import run_distributed
+from tests.runtimes.ranks import on_ranks
 from tests.sharding.families import FAMILIES, Steps
 from tests.verify.models import build, inputs
 
@@ -102,39 +102,25 @@ def test_dropouts_in_compiled_fusions_are_out_of_sight() -> None:
         sch["1"].mod.p = 0.3
 
 
-def _two_blocks(rank: int, world: int) -> list[str]:
-    model = build("gpt2")
-    sch = slapo.create_schedule(model)
-    told = []
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@on_ranks(2)
+def test_a_sharded_model_is_an_original_too() -> None:
+    sch = slapo.create_schedule(build("gpt2"))
     with slapo.Verify(sch, inputs("gpt2")):
         Steps(FAMILIES["gpt2"]).apply(sch)
     with slapo.Verify(sch, inputs("gpt2")):
         sch["transformer.h.0"].checkpoint()
-    try:
-        with slapo.Verify(sch, inputs("gpt2")):
-            sch["transformer.h.1.mlp.act"].replace(nn.ReLU())
-    except slapo.VerificationError as error:
-        told.append(str(error))
-    return told
+    told = r"first at 'transformer.h.1.mlp.act' \(ReLU\)"
+    with pytest.raises(slapo.VerificationError, match=told), slapo.Verify(sch, inputs("gpt2")):
+        sch["transformer.h.1.mlp.act"].replace(nn.ReLU())
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_sharded_model_is_an_original_too() -> None:
-    for told in run_distributed(_two_blocks, 2):
-        assert len(told) == 1
-        assert "first at 'transformer.h.1.mlp.act' (ReLU)" in told[0]
-
-
-def _one_rank_refuses(rank: int, world: int) -> str:
+@on_ranks(2)
+def test_ranks_fall_back_together() -> None:
     """Float64 is refused on one rank, while the other is in a sum."""
     torch.manual_seed(0)
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))
     with slapo.Verify(sch, X):
         sch["0"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
         sch["2"].shard("weight", 1).sync("fwd_post", "all_reduce")
-        sch["1"].replace(OnlySingle() if rank == 1 else nn.ReLU())
-    return "equal"
-
-
-def test_ranks_fall_back_together() -> None:
-    assert run_distributed(_one_rank_refuses, 2) == ["equal"] * 2
+        sch["1"].replace(OnlySingle() if sch.rank == 1 else nn.ReLU())

@@ -40,6 +40,11 @@ def local(value: Any) -> Any:
     return value.to_local() if hasattr(value, "device_mesh") else value
 
 
+def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    pair = ({name: local(t) for name, t in each.items()} for each in (found, wanted))
+    torch.testing.assert_close(*pair, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("layout", "key"), [((1, 1, 2), "gpt2"), ((1, 1, 2), "llama"), ((1, 2, 2), "gpt2")]
 )
@@ -56,31 +61,26 @@ def test_a_checkpoint_holds_whole_tensors(tmp_path: Path, layout: Any, key: str)
         for parameter in engine.parameters():
             local(parameter).zero_()
     dcp.load({"model": engine.state_dict()}, checkpoint_id=where)
-    for name, tensor in engine.state_dict().items():
-        torch.testing.assert_close(local(tensor), before[name], rtol=0, atol=0)
+    assert_same(engine.state_dict(), before)
     zeros = {name: torch.zeros_like(t) for name, t in engine.state_dict().items()}
     for copied in (zeros, copy.deepcopy(zeros)):
         dcp.load({"model": copied}, checkpoint_id=where)
-        for name, tensor in copied.items():
-            torch.testing.assert_close(local(tensor), before[name], rtol=0, atol=0)
+        assert_same(copied, before)
     torch.save(engine.state_dict(), file := io.BytesIO())
     file.seek(0)
-    for name, tensor in torch.load(file, weights_only=False).items():
-        assert not isinstance(local(tensor), SliceTensor)
-        torch.testing.assert_close(local(tensor), before[name], rtol=0, atol=0)
+    loaded = torch.load(file, weights_only=False)
+    assert not any(isinstance(local(tensor), SliceTensor) for tensor in loaded.values())
+    assert_same(loaded, before)
     # In a model that no schedule has touched.
     for path in (where, f"{where}/late"):
         plain = whole_of(key, seed=1)
         dcp.load({"model": plain.state_dict()}, checkpoint_id=path)
-        for name, tensor in whole_of(key, seed=0).state_dict().items():
-            torch.testing.assert_close(plain.state_dict()[name], tensor, rtol=0, atol=0)
+        assert_same(plain.state_dict(), whole_of(key, seed=0).state_dict())
     # In another layout.
     if replicas > 1:
         other = engine_of(key, 1, 4, seed=1)
         dcp.load({"model": other.state_dict()}, checkpoint_id=where)
-        expected = engine_of(key, 1, 4, seed=0).state_dict()
-        for name, tensor in other.state_dict().items():
-            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+        assert_same(other.state_dict(), engine_of(key, 1, 4, seed=0).state_dict())
 
 
 @on_ranks(2)

@@ -9,6 +9,7 @@ import gc
 import math
 import os
 import shutil
+from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -170,35 +171,36 @@ FAMILIES = {
 SOME = ["gpt2", "llama", "mixtral", "t5"]
 
 
-def come_back(folders: Path, keys: list[str], place: tuple[Any, ...], timeout: float) -> None:
+def rows() -> Iterator[Any]:
+    """Places with some families, and with all of them."""
+    for name, place in PLACES.items():
+        marks = [pytest.mark.slow] if math.prod(place[0]) == 4 else []
+        yield pytest.param(place, FAMILIES.get(name, SOME), 280, id=name, marks=marks)
+    of_all = [
+        "pp 2",
+        "tp 2 in place",
+        "fsdp",
+        "fsdp late",
+        "dp 2",
+        "tp 4",
+        "pp 2 tp 2",
+        "pp 2 fsdp",
+    ]
+    marks = [pytest.mark.wide, pytest.mark.timeout(600)]
+    for name, place in {**{name: PLACES[name] for name in of_all}, **WIDE}.items():
+        keys = [key for key in KEYS if key != "albert" or place[0][0] == 1]
+        yield pytest.param(place, keys, 550, id=f"{name}, all families", marks=marks)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("place", "keys", "timeout"), [*rows()])
+def test_folders_come_back_the_same(
+    folders: Path, place: tuple[Any, ...], keys: list[str], timeout: float
+) -> None:
     layout, target, *_ = place
     pytest.importorskip(RUNTIMES[target])
     ranks = math.prod(layout)
     run_distributed(there_and_back, ranks, str(folders), keys, *place, timeout=timeout)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    "place",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if math.prod(place[0]) == 4 else [])
-        for name, place in PLACES.items()
-    ],
-)
-def test_folders_come_back_the_same(folders: Path, place: str) -> None:
-    come_back(folders, FAMILIES.get(place, SOME), PLACES[place], timeout=280)
-
-
-@pytest.mark.distributed
-@pytest.mark.wide
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "place",
-    ["pp 2", "tp 2 in place", "fsdp", "fsdp late", "dp 2", "tp 4", "pp 2 tp 2", "pp 2 fsdp", *WIDE],
-)
-def test_folders_of_all_families_come_back(folders: Path, place: str) -> None:
-    keys = [key for key in KEYS if key != "albert" or not place.startswith("pp")]
-    come_back(folders, keys, {**PLACES, **WIDE}[place], timeout=550)
 
 
 @pytest.mark.wide
@@ -477,10 +479,6 @@ def test_what_ranks_do_not_have_alike(folders: Path, tmp_path: Path) -> None:
     model, _ = slapo.build(sch)
     own = tmp_path / f"rank{rank}"
     assert "folder" in error_of(lambda: slapo.save_pretrained(model, own))
-    own.mkdir()
-    (own / "notes").touch()
-    torch.distributed.barrier()
-    assert "is not empty" in error_of(lambda: slapo.save_pretrained(model, tmp_path))
 
 
 @on_ranks(2)
