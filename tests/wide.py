@@ -46,7 +46,6 @@ WIDE: dict[str, tuple[str, ...]] = {
         "llama-output_attentions-flat",
         "mixtral-output_router_logits-flat",
     ),
-    "graph/test_families.py::test_all_layers_rewritten_share_their_captures": ("bert",),
     "model_schedule/test_stages.py::test_stages_train_as_one_process_does": (
         "keys5-layout5-options5-engine5",
         "keys11-layout11-options11-engine11",

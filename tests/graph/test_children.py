@@ -161,7 +161,6 @@ CASES: dict[str, tuple[Any, list[tuple[int, ...]]]] = {
         [(2, 7, 4), (3, 5, 4)],
     ),
     "its input": (lambda: make(same_object, child=Child(lambda s, x: x)), [(3, 4), (2, 5)]),
-    "an identity": (lambda: make(same_object, child=nn.Identity()), [(3, 4), (2, 5)]),
     "a copy": (lambda: make(same_object, child=Child(lambda s, x: x + 0)), [(3, 4), (2, 5)]),
     "none": (
         lambda: make(none_of_parts, child=Child(lambda s, x: (x + 1, None))),

@@ -144,21 +144,6 @@ def test_a_rewritten_layer_equals_the_plain_one(name: str, how: dict[str, Any]) 
         assert_like_plain(model, plain, inputs_of(name, batch, length, mask))
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", *[pytest.param(n, marks=SLOW) for n in ("bert", "gpt2")]]
-)
-def test_all_layers_rewritten_share_their_captures(name: str) -> None:
-    family = FAMILIES[name]
-    model: Any = family.build(num_hidden_layers=4)
-    paths, layers = zip(*each_layer(model, family), strict=True)
-    sch, plain = scheduled(model, *paths, flatten=True)
-    for training, batch, length, mask in CALLS:
-        model.train(training), plain.train(training)
-        assert_like_plain(model, plain, inputs_of(name, batch, length, mask))
-    made = [found for family in sch.state.shared_captures.values() for found in family]
-    assert len(made) < 2 * number_of_captures(layers[-1])
-
-
 # --- dropout, dtypes, labels ---------------------------------------------------------------------
 def rewritten_root(name: str, flatten: bool = True, **changes: Any) -> tuple[Any, Any]:
     """A whole model, traced and rewritten, and a copy of the original."""

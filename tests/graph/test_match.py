@@ -14,7 +14,7 @@ from slapo.graph.match import search
 from slapo.graph.match.canonical import ModuleState
 from slapo.graph.match.find import find_subgraphs_in, read_pattern
 from slapo.graph.match.pattern import ModulePattern, Pattern, call_module, trace_pattern
-from slapo.graph.match.search import find_by_name, find_subgraphs
+from slapo.graph.match.search import find_subgraphs
 from tests.graph.rewrites import Calls, layers, leaves_of, replace_vertical
 from tests.graph.served import make
 
@@ -579,12 +579,6 @@ class Odd(nn.Module):
 def test_user_modules_match_by_name(pattern, number):
     model = make(lambda self, x, y: self.odd(x, scale=y, flag=False).relu(), odd=Odd())
     assert len(found(leaves_of(model), pattern)) == number
-
-
-def test_find_by_name():
-    gm = fx.symbolic_trace(Mlp())
-    assert [[n.name for n in m] for m in find_by_name(gm.graph, r"fc\d")] == [["fc1"], ["fc2"]]
-    assert find_by_name(gm.graph, "c1") == []
 
 
 def test_training_flags_of_the_graph_are_values_like_others():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -129,15 +128,6 @@ def test_a_gradient_of_the_gradient_is_refused(make: str) -> None:
     loss = loss_by(make, labels_like(len(hidden)), hidden, weight)
     with pytest.raises(RuntimeError, match="is not differentiable"):
         torch.autograd.grad(loss, weight, create_graph=True)
-
-
-def test_the_module_can_be_copied_and_pickled() -> None:
-    logits, labels = torch.randn(4, 5), torch.tensor([0, 4, -100, 2])
-    module = ParallelCrossEntropy()
-    wanted = module(logits, labels)
-    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert torch.equal(other(logits, labels), wanted)
-    assert not module.state_dict()
 
 
 # --- over several ranks --------------------------------------------------------------------------

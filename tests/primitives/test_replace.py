@@ -42,15 +42,6 @@ def test_the_subtree_is_rebuilt_and_old_nodes_leave() -> None:
     assert {id(n) for nodes in sch.state.nodes_of.values() for n in nodes} == live
 
 
-def test_a_module_at_two_places() -> None:
-    shared = nn.Linear(4, 4)
-    model = nn.Sequential(shared, nn.ReLU(), shared)
-    sch = slapo.create_schedule(model)
-    new = nn.Linear(4, 4)
-    sch["0"].replace(new)
-    assert model[0] is model[2] is new is sch["2"].mod
-
-
 def test_the_mode_of_the_old_module_is_kept() -> None:
     sch = slapo.create_schedule(Stack().eval())
     assert not sch["layers.0"].replace(Block()).mod.drop.training

@@ -87,6 +87,8 @@ def test_shared_modules_have_a_node_at_each_place() -> None:
     assert sch["0"].mod is sch["1"].mod
     sch["1"].checkpoint()
     assert sch.mod[0] is sch.mod[1] is sch["0"].mod
+    sch["0"].replace(new := Block())
+    assert sch.mod[0].mod is sch.mod[1].mod is new
 
 
 def test_attributes() -> None:

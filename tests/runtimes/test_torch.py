@@ -22,18 +22,6 @@ from tests.runtimes.contract import VOCABULARY, build, loss_fn, make, seeded, sg
 from tests.runtimes.ranks import on_ranks
 
 
-def test_what_schedules_refuse() -> None:
-    with pytest.raises(slapo.SlapoError, match="has 3 stages, but pp=2 ranks with 2 each"):
-        SCHEDULES["zbv"].check("zbv", 3, 2, 4)
-    with pytest.raises(slapo.SlapoError, match="at least two, on each of pp=2"):
-        SCHEDULES["interleaved_1f1b"].check("interleaved_1f1b", 2, 2, 4)
-    with pytest.raises(slapo.SlapoError, match="micro_batches=3 is not a multiple"):
-        SCHEDULES["interleaved_1f1b"].check("interleaved_1f1b", 4, 2, 3)
-    with pytest.raises(slapo.SlapoError, match="at least as many micro-batches as ranks"):
-        SCHEDULES["1f1b"].check("1f1b", 4, 4, 2)
-    SCHEDULES["gpipe"].check("gpipe", 4, 4, 1)
-
-
 # --- probes --------------------------------------------------------------------------------------
 def picks(self: Any, x: Tensor) -> Tensor:
     """Its shapes depend on data."""
