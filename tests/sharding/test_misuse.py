@@ -24,7 +24,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import slapo
 from tests.distributed import Job
 from tests.graph.served import make
-from tests.primitives.models import Block
 
 on_two_ranks = Job(2)
 
@@ -33,6 +32,15 @@ on_two_ranks = Job(2)
 def test_all_cases_on_two_ranks() -> None:
     pytest.importorskip("transformers")
     on_two_ranks.run()
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
 
 
 class Scaled(nn.Module):
@@ -83,7 +91,7 @@ def what_looks_like_a_mistake_and_is_none(rank: int, world: int) -> None:
         puts_another_around_the_slices,
         sums_what_has_no_parameter,
     ):
-        sch = slapo.create_schedule(Block())
+        sch = slapo.create_schedule(MLP())
         schedule(sch)
         slapo.build(sch)
 
@@ -120,15 +128,15 @@ class Named(NamedTuple):
 
 
 def reading(read: Callable[[Any], Tensor]) -> nn.Module:
-    return make(lambda self, state: self.mlp(read(state)), mlp=Block())
+    return make(lambda self, state: self.mlp(read(state)), mlp=MLP())
 
 
 def by_keyword() -> nn.Module:
-    return make(lambda self, *, x, memory: self.mlp(x) + memory, mlp=Block())
+    return make(lambda self, *, x, memory: self.mlp(x) + memory, mlp=MLP())
 
 
 def by_place() -> nn.Module:
-    return make(lambda self, x, memory: self.mlp(x) + memory, mlp=Block())
+    return make(lambda self, x, memory: self.mlp(x) + memory, mlp=MLP())
 
 
 class Opaque:
@@ -178,7 +186,7 @@ def inputs_in_objects_and_by_keyword(rank: int, world: int) -> None:
 
 # --- around the model ----------------------------------------------------------------------------
 def test_optimizers_of_what_was_taken_out_go_on() -> None:
-    model = Block()
+    model = MLP()
     sch = slapo.create_schedule(model)
     old = model.fc1
     sch["fc1"].replace(nn.Linear(4, 8))
@@ -186,7 +194,7 @@ def test_optimizers_of_what_was_taken_out_go_on() -> None:
     optimizer = torch.optim.SGD(old.parameters(), lr=0.1)  # of what trains elsewhere
     (old(torch.ones(2, 4)).sum() + model(torch.ones(2, 4)).sum()).backward()
     optimizer.step()
-    kept = Block()
+    kept = MLP()
     optimizer = torch.optim.SGD(kept.parameters(), lr=0.1)
     sch = slapo.create_schedule(kept)
     sch["fc1"].shard("weight", 0).checkpoint()
@@ -196,7 +204,7 @@ def test_optimizers_of_what_was_taken_out_go_on() -> None:
 
 # --- after build ---------------------------------------------------------------------------------
 def test_primitives_after_build(caplog: pytest.LogCaptureFixture) -> None:
-    sch = slapo.create_schedule(Block())
+    sch = slapo.create_schedule(MLP())
     slapo.build(sch)
     sch["fc1"].checkpoint()
     assert 'sch["fc1"].checkpoint() after slapo.build: it was not checked' in caplog.text
@@ -216,7 +224,7 @@ def watch(param: nn.Parameter) -> None:
 
 @pytest.mark.parametrize("act", [freeze, watch])
 def test_what_a_failed_primitive_does_to_parameters_is_undone(act: Any, fails: None) -> None:
-    sch = slapo.create_schedule(Block())
+    sch = slapo.create_schedule(MLP())
     seen = []
     sch.mod.fc1.weight.register_hook(lambda grad: seen.append(1))
     with pytest.raises(ValueError, match="no"):
@@ -239,7 +247,7 @@ def test_a_failed_primitive_leaves_no_tag(fails: None) -> None:
 # --- copies --------------------------------------------------------------------------------------
 @on_two_ranks
 def a_copy_after_a_functional_call(rank: int, world: int) -> None:
-    sch = pair(slapo.create_schedule(Block()))
+    sch = pair(slapo.create_schedule(MLP()))
     model = slapo.build(sch)[0]
     theirs = {name: p * 1.0 for name, p in model.named_parameters()}
     functional_call(model, theirs, (torch.ones(2, 4),)).sum().backward()
@@ -267,7 +275,7 @@ def test_a_group_ends_when_it_is_destroyed() -> None:
     """Threads of gloo that outlive it abort the process at its end."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     group = weakref.ref(dist.group.WORLD)
-    sch = pair(slapo.create_schedule(Block()))
+    sch = pair(slapo.create_schedule(MLP()))
     sch["fc2"].annotate("bias", "partial_grad", True)
     model = slapo.build(sch)[0]
     loss = model(torch.ones(2, 4)).sum()  # whose graph is alive to the end
@@ -282,4 +290,4 @@ def test_a_group_ends_when_it_is_destroyed() -> None:
 
 def test_a_schedule_is_not_iterable() -> None:
     with pytest.raises(TypeError, match="is not iterable"):
-        list(slapo.create_schedule(Block()))
+        list(slapo.create_schedule(MLP()))
