@@ -293,12 +293,6 @@ def test_what_a_leaf_leaves_behind_and_its_parent_reads_is_equal_or_refused(
     assert_alike(sch.mod, plain, x)
 
 
-def test_a_run_on_fake_tensors_leaves_nothing_in_a_leaf() -> None:
-    module = above(Child(keeps_table, table=None))
-    rewritten(module, torch.rand(2, 7, 4), recursive=False)
-    assert module.child.table is None
-
-
 def test_what_a_leaf_does_to_generators_is_undone() -> None:
     def seeds(s: Any, x: Tensor) -> Tensor:
         torch.manual_seed(0)
