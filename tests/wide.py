@@ -28,11 +28,6 @@ WIDE: dict[str, tuple[str, ...]] = {
         "bert",
         "llama",
     ),
-    "graph/test_families.py::test_a_rewritten_layer_equals_the_plain_one": (
-        "t5-recursive",
-        "t5-leaves",
-        "llama-recursive",
-    ),
     "graph/test_families.py::test_a_rewritten_root_equals_the_plain_model": (
         "bert-flat",
         "bert-leaves",

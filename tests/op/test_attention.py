@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from slapo.op import FlashAttention, attend, interface
 from slapo.op.interface import use_attention
 from slapo.random import get_rng_tracker, tracker_kept
 from tests.model_schedule.models import MODELS
+from tests.op.processes import run
 
 #: Largest difference in float32; sums are in another order.
 TOLERANCE = 2e-6
@@ -185,15 +184,9 @@ import sys, torch
 model, inputs = torch.load(sys.argv[1], weights_only=False)
 print(model(**inputs).loss.item())
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "model.pt")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    printed = run("-c", script, str(tmp_path / "model.pt"))
     loss: Any = model(**inputs).loss
-    assert float(done.stdout.split()[-1]) == pytest.approx(loss.item(), abs=TOLERANCE)
+    assert float(printed.split()[-1]) == pytest.approx(loss.item(), abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("padded", [False, True])

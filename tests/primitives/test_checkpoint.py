@@ -206,17 +206,11 @@ def test_a_script_within_a_checkpoint_trains_from_the_first_step(first: str) -> 
         node = sch[name]
         if first == "checkpoint":
             node.checkpoint()
-        node.fuse(node.find(lambda x: F.gelu(slapo.call_module("fc1", x))))
+        node.fuse(node.find(lambda x: F.gelu(x)))
         if first == "fuse":
             node.checkpoint()
-    x = torch.randn(3, 4)
     for _ in range(3):
-        model(x).sum().backward()
-        reference(x).sum().backward()
-        torch.testing.assert_close(
-            [p.grad for p in model[0].fc2.parameters()],
-            [p.grad for p in reference[0].fc2.parameters()],
-        )
+        same_gradients(model, reference, torch.randn(3, 4))
 
 
 class Owner(nn.Module):
