@@ -95,15 +95,6 @@ def test_what_a_parameter_carries_follows(pair: None) -> None:
     assert sch["0"].metadata.primitives["shard"]["weight"].axis == 0
 
 
-def test_a_world_of_one_keeps_everything() -> None:
-    linear = nn.Linear(3, 5)
-    weight = linear.weight.detach().clone()
-    slapo.create_schedule(linear).shard("weight", 1).sync("fwd_post", "all_reduce")
-    assert torch.equal(linear.weight, weight)
-    x = torch.randn(2, 3)
-    assert torch.allclose(linear(x), nn.functional.linear(x, weight, linear.bias))
-
-
 def test_a_class_of_ones_own_may_have_a_rule(pair: None) -> None:
     scale: Any = make(lambda self, x: x * self.weight)
     scale.weight, scale.size = nn.Parameter(torch.ones(4)), 4
