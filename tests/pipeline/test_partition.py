@@ -424,15 +424,9 @@ def test_a_replacement_that_writes_to_what_it_receives() -> None:
     torch.testing.assert_close(run_apart(sch.mod, (X,)), sch.mod(X))
 
 
-class Drops(nn.Module):
-    """Asks for the mode itself."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.dropout(x, 0.5, self.training)
-
-
 def test_wrapped_modules_follow_the_mode() -> None:
-    sch = slapo.create_schedule(nn.Sequential(Drops(), Drops(), nn.Linear(4, 4)).train())
+    drops = [make(lambda self, x: torch.dropout(x, 0.5, self.training)) for _ in range(2)]
+    sch = slapo.create_schedule(nn.Sequential(*drops, nn.Linear(4, 4)).train())
     sch["0"].checkpoint().fork_rng()
     sch["1"].checkpoint()
     sch.trace_until("")

@@ -238,17 +238,11 @@ def test_backward_and_step_belong_together(target: str) -> None:
 
 
 # --- target "torch" ------------------------------------------------------------------------------
-class Named(nn.Module):
-    """Blocks by name, as vision models have them, and layers of one class beside them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
-        self.block1, self.block2 = TwoLayers(), TwoLayers()
-
-
 def test_the_units_that_fsdp_gathers() -> None:
-    named = Named()
+    # Blocks by name, as vision models have them, and layers of one class beside them.
+    named: Any = nn.Module()
+    named.first, named.last = nn.Linear(2, 2), nn.Linear(2, 2)
+    named.block1, named.block2 = TwoLayers(), TwoLayers()
     assert list(fsdp_units(named)) == [named.block1, named.block2]
     # Two stacks of one class: their layers, and not they, are gathered.
     stacks = nn.Module()
