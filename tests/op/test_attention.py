@@ -258,11 +258,13 @@ def test_a_tracker_without_our_state_is_left_alone() -> None:
 @pytest.mark.parametrize("backend", ["auto", "eager", "sdpa"])
 def test_a_static_cache_has_room_behind_the_tokens(backend: str) -> None:
     model = MODELS["llama"].build().eval()
-    use_attention(model, backend)
     ids = torch.arange(3, 10)[None]
     cache = transformers.StaticCache(config=model.config, max_cache_len=16)
     with torch.no_grad():
-        expected = model(input_ids=ids, use_cache=False).logits
+        expected = model(input_ids=ids, use_cache=False).logits  # by its own attention
+        use_attention(model, backend)
+        found = model(input_ids=ids, use_cache=False).logits  # without a mask
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
         # Transformers 5.24 calls it by another name.
         name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
         got = model(input_ids=ids, use_cache=True, **{name: cache}).logits
