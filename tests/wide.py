@@ -28,11 +28,6 @@ WIDE: dict[str, tuple[str, ...]] = {
         "bert",
         "llama",
     ),
-    "graph/test_families.py::test_a_rewritten_layer_equals_the_plain_one": (
-        "t5-recursive",
-        "t5-leaves",
-        "llama-recursive",
-    ),
     "graph/test_families.py::test_a_rewritten_root_equals_the_plain_model": (
         "bert-flat",
         "bert-leaves",
@@ -46,7 +41,6 @@ WIDE: dict[str, tuple[str, ...]] = {
         "llama-output_attentions-flat",
         "mixtral-output_router_logits-flat",
     ),
-    "graph/test_families.py::test_all_layers_rewritten_share_their_captures": ("bert",),
     "model_schedule/test_stages.py::test_stages_train_as_one_process_does": (
         "keys5-layout5-options5-engine5",
         "keys11-layout11-options11-engine11",

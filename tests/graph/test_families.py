@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import slapo
 from benchmark.more_families import FAMILIES as MORE
-from slapo.graph.trace.module import Traced, rewrite, trace_of
+from slapo.graph.trace.module import rewrite, trace_of
 from slapo.graph.trace.nests import tensors
 from tests.graph.served import Nothing, number_of_captures, scheduled
 from tests.graph.zoo import FAMILIES, checkpoint_layers, each_layer, transformers
@@ -125,38 +125,6 @@ def test_a_rewritten_flat_layer_equals_the_plain_one(name: str) -> None:
     for other in copies:
         assert_like_plain(other, plain, given)
         assert number_of_captures(other.get_submodule(path)) > 0
-
-
-@pytest.mark.parametrize("how", [{"recursive": False}, {}], ids=["leaves", "recursive"])
-@pytest.mark.parametrize("name", ["llama", *[pytest.param(n, marks=SLOW) for n in ("gpt2", "t5")]])
-def test_a_rewritten_layer_equals_the_plain_one(name: str, how: dict[str, Any]) -> None:
-    model: Any = FAMILIES[name].build()
-    plain = copy.deepcopy(model)
-    sch = slapo.create_schedule(model)
-    path = last_layer(model, name)
-    assert sch[path].trace(tracer="huggingface", **how)
-    below = [m for m in sch[path].mod.modules() if isinstance(m, Traced)]
-    assert (len(below) > 1) == (not how)
-    for each in below:
-        rewrite(each, Nothing())
-    for training, batch, length, mask in CALLS[:4]:
-        model.train(training), plain.train(training)
-        assert_like_plain(model, plain, inputs_of(name, batch, length, mask))
-
-
-@pytest.mark.parametrize(
-    "name", ["llama", *[pytest.param(n, marks=SLOW) for n in ("bert", "gpt2")]]
-)
-def test_all_layers_rewritten_share_their_captures(name: str) -> None:
-    family = FAMILIES[name]
-    model: Any = family.build(num_hidden_layers=4)
-    paths, layers = zip(*each_layer(model, family), strict=True)
-    sch, plain = scheduled(model, *paths, flatten=True)
-    for training, batch, length, mask in CALLS:
-        model.train(training), plain.train(training)
-        assert_like_plain(model, plain, inputs_of(name, batch, length, mask))
-    made = [found for family in sch.state.shared_captures.values() for found in family]
-    assert len(made) < 2 * number_of_captures(layers[-1])
 
 
 # --- dropout, dtypes, labels ---------------------------------------------------------------------

@@ -14,8 +14,7 @@ from torch import fx, nn
 from slapo.errors import SlapoError
 from slapo.graph.fuse import torchscript
 from slapo.graph.match.pattern import call_module
-from slapo.graph.match.search import find_by_name, find_subgraphs
-from slapo.graph.rewrite.rules import Replace, carry_out
+from slapo.graph.match.search import find_subgraphs
 from slapo.graph.trace.module import Trace, Traced, attach
 from tests.graph.rewrites import fuse, fusion_of, outcome
 from tests.graph.served import make
@@ -325,15 +324,6 @@ def test_torchscript_compiles_the_forward_of_the_class_not_what_a_trace_shows():
     torch.testing.assert_close(shown(x), reference(x))
 
 
-def test_torchscript_does_not_compile_a_forward_whose_trace_was_rewritten():
-    inner = traced(Inner())
-    carry_out(inner, Replace(inner, find_by_name(inner.graph, "fc"), nn.Linear(SIZE, SIZE)))
-    gm = traced(Outer(inner))
-    match = find_one(gm, lambda x, b: F.gelu(call_module("inner", x) + b))
-    with pytest.raises(SlapoError, match=r"was rewritten.*compiler=None"):
-        fusion_of(gm, match)
-
-
 def untyped(x: Any) -> Any:
     return next(iter({id(x): x}.values()))
 
@@ -347,12 +337,6 @@ def test_what_torchscript_cannot_compile():
     with pytest.raises(SlapoError, match=r"cannot compile 'FusedModule'.*compiler=None") as info:
         fusion_of(gm, nodes)
     assert len(str(info.value)) < 400
-
-
-def test_inductor_keeps_names_and_compiles_late(gm):
-    fused = fuse_in(gm, PATTERNS["fc_bias_gelu"], compiler="inductor")
-    assert list(fused.state_dict()) == ["fc1.weight"]
-    assert type(fused).__name__ == "FusedModule"
 
 
 @pytest.mark.slow

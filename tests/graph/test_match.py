@@ -14,7 +14,7 @@ from slapo.graph.match import search
 from slapo.graph.match.canonical import ModuleState
 from slapo.graph.match.find import find_subgraphs_in, read_pattern
 from slapo.graph.match.pattern import ModulePattern, Pattern, call_module, trace_pattern
-from slapo.graph.match.search import find_by_name, find_subgraphs
+from slapo.graph.match.search import find_subgraphs
 from tests.graph.rewrites import Calls, layers, leaves_of, replace_vertical
 from tests.graph.served import make
 
@@ -87,7 +87,6 @@ def test_all_spellings_match(written, wanted):
     ("written", "wanted"),
     [
         (nn.GELU("tanh"), lambda x: F.gelu(x, approximate="none")),
-        (nn.GELU("tanh"), nn.GELU()),
         (F.gelu, nn.GELU("tanh")),
         (lambda x: F.gelu(x, approximate="tanh"), F.gelu),
         (nn.Softmax(dim=1), lambda x: F.softmax(x, dim=-1)),
@@ -98,14 +97,12 @@ def test_all_spellings_match(written, wanted):
         (lambda x: x.view(torch.int32), lambda x: x.view(-1)),
         (lambda x: x.view(-1), lambda x: x.view(2, -1)),
         (lambda x: x.view(2, -1), lambda x: x.reshape((2, 4))),
-        (lambda x: torch.reshape(x, (4,)), lambda x: x.view(2, 2)),
         (lambda x: x.expand(2, -1), lambda x: x.expand(3, -1)),
         (lambda x: x.permute(1, 0), lambda x: x.permute(0, 1)),
         (lambda x: x + 1, lambda x: x + 2),
         (lambda x: x + 1, lambda x: x + True),
         (nn.ReLU(), nn.ReLU6()),
         (nn.MaxPool1d(2), nn.MaxPool1d(3)),
-        (nn.LeakyReLU(0.2), lambda x: F.leaky_relu(x, 0.3)),
         (nn.Dropout(0.1), lambda x: F.dropout(x, training=False)),
         (nn.Dropout(0.1), lambda x: F.dropout(x, 0.2)),
         (lambda x: F.dropout(x, 0.1), lambda x: F.dropout(x, 0.2)),
@@ -153,15 +150,11 @@ def test_in_place_sum_seen_by_others_does_not_match():
     ("written", "wanted"),
     [
         (nn.LayerNorm(8), lambda x: F.layer_norm(x, 1024)),
-        (nn.LayerNorm(4), lambda x: F.layer_norm(x, (4,))),
-        (nn.LayerNorm((2, 4), eps=1e-12), lambda x: F.layer_norm(x, (4,))),
         (nn.LayerNorm(4, bias=False), lambda x, shape, w: F.layer_norm(x, shape, w)),
         (nn.RMSNorm(4, eps=1e-6), lambda x: F.rms_norm(x, (4,))),
         (nn.GELU("tanh"), lambda x: F.gelu(x)),
-        (nn.LeakyReLU(0.2), lambda x: F.leaky_relu(x)),
         (nn.Softplus(beta=2), lambda x: F.softplus(x)),
         (nn.Dropout(0.3), lambda x: F.dropout(x)),
-        (nn.Linear(2, 3), lambda x, w: F.linear(x, w)),
     ],
 )
 def test_what_a_function_leaves_out_a_module_may_have_as_it_likes(written, wanted):
@@ -579,12 +572,6 @@ class Odd(nn.Module):
 def test_user_modules_match_by_name(pattern, number):
     model = make(lambda self, x, y: self.odd(x, scale=y, flag=False).relu(), odd=Odd())
     assert len(found(leaves_of(model), pattern)) == number
-
-
-def test_find_by_name():
-    gm = fx.symbolic_trace(Mlp())
-    assert [[n.name for n in m] for m in find_by_name(gm.graph, r"fc\d")] == [["fc1"], ["fc2"]]
-    assert find_by_name(gm.graph, "c1") == []
 
 
 def test_training_flags_of_the_graph_are_values_like_others():

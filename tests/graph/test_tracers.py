@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -380,15 +379,3 @@ def test_children_that_cannot_be_captured_stay_calls() -> None:
     assert [isinstance(m, Traced) for m in (sch.mod, sch.mod[0], sch.mod[1])] == [1, 0, 1]
     for x in (X, -X.abs()):
         assert_alike(sch.mod, plain, x)
-
-
-def test_a_layer_that_draws_numbers_of_numpy_is_a_leaf() -> None:
-    drawing = make(lambda s, x: x * float(numpy.random.rand()))
-    plain = nn.Sequential(drawing, nn.Linear(4, 4))
-    sch, _ = scheduled(copy.deepcopy(plain), example_inputs=X)
-    assert not isinstance(sch.mod[0], Traced)
-    results = []
-    for each in (sch.mod, plain):
-        numpy.random.seed(0)
-        results.append(each(X))
-    assert torch.equal(*results)

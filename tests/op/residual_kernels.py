@@ -20,12 +20,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import slapo
-from slapo.model_schedule import apply_schedule
 from slapo.op import residual, residual_triton
 from slapo.op.residual import DenseDropoutAddNorm, dropout_add_norm
 from tests.distributed import run_distributed
 from tests.model_schedule.equality import difference
-from tests.model_schedule.models import MODELS, tokens
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not IS_INTERPRETED and not torch.cuda.is_available():
@@ -251,20 +249,3 @@ def test_a_recipe_on_two_ranks() -> None:
     for found in run_distributed(on_ranks, 2, timeout=250):
         assert [launches for _, launches in found] == [launches for _, launches in MODES]
         assert max(largest for largest, _ in found) < 5e-6
-
-
-def dropped(rank: int, world_size: int) -> list[Tensor]:
-    """Hidden states after each layer in train mode, with dropout by the kernel."""
-    slapo.set_random_seed(3, tp_rank=rank)
-    model = MODELS["bert"].build(hidden_dropout_prob=0.2)
-    with by_the_kernel() as launched:
-        sch = apply_schedule(model, "bert", group=dist.group.WORLD)
-        output = slapo.build(sch)[0](**tokens(3, 9), output_hidden_states=True)
-    assert launched[0] == 8
-    return [*output.hidden_states, output.logits]
-
-
-@of_interpreter
-def test_dropout_is_the_same_on_all_ranks() -> None:
-    first, second = run_distributed(dropped, 2)
-    assert all(map(torch.equal, first, second))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from slapo.op import liger
 from slapo.op.mlp import GatedMLP, gated_gelu, gated_silu
 from slapo.op.norm import RMSNorm
+from tests.op.processes import run
 from tests.op.test_mlp import MLP, numbers, same
 from tests.op.test_norm import GemmaRMSNorm, LlamaRMSNorm, made
 from tests.versions import interprets_loops, t5_takes_attention
 
-ROOT = Path(__file__).parent.parent.parent
+KERNELS = ("-m", "tests.op.liger_kernels")
 needs_liger = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("liger_kernel", "triton")),
     reason="needs liger-kernel and triton",
@@ -293,31 +291,18 @@ def test_recipes_ask_for_them(
 
 
 # --- the kernels themselves ----------------------------------------------------------------------
-def worker(*arguments: str, **environment: str) -> str:
-    command = [sys.executable, "-m", "tests.op.liger_kernels", *arguments]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, **environment},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @needs_liger
 @interprets_loops
 def test_kernels_in_the_interpreter() -> None:
-    found = worker("interpret").split()
+    found = run(*KERNELS, "interpret").split()
     assert found[::2] == ["silu", "gelu", "llama", "gemma"]
 
 
 @needs_liger
 @pytest.mark.slow
 def test_kernels_compile_for_each_architecture(tmp_path: Path) -> None:
-    lines = [line for line in worker("compile", str(tmp_path)).splitlines() if " sm_" in line]
+    printed = run(*KERNELS, "compile", str(tmp_path))
+    lines = [line for line in printed.splitlines() if " sm_" in line]
     found = {(line.split()[0], line.split()[3]) for line in lines}
     names = ("silu", "gelu", "llama", "gemma")
     assert found == {(name, f"sm_{arch}") for name in names for arch in (70, 80, 90)}

@@ -215,14 +215,8 @@ def test_children_hooks_and_sizes_stay() -> None:
     assert dict(sch["0"].mod.named_children()) == children
     assert sch["0"].mod.hidden_size == 5
     same(numbers(sch.mod, x), wanted)
-    assert calls == ["gate_proj", "up_proj", "sync", "act_fn", "down_proj", "block"] or calls == [
-        "gate_proj",
-        "act_fn",
-        "up_proj",
-        "sync",
-        "down_proj",
-        "block",
-    ]
+    assert sorted(calls[:-2]) == ["act_fn", "gate_proj", "sync", "up_proj"]
+    assert calls[-2:] == ["down_proj", "block"]
 
 
 def test_an_activation_may_be_replaced() -> None:

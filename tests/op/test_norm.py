@@ -64,16 +64,13 @@ def test_half_precision_is_rounded_where_the_original_rounds(
 
 def test_the_parameter_stays_under_its_name() -> None:
     model = nn.Sequential(LlamaRMSNorm(8), nn.Linear(8, 3))
-    names, weight = list(model.state_dict()), model[0].weight
+    names = list(model.state_dict())
     sch = slapo.create_schedule(model)
     sch["0"].replace(RMSNorm.like(model[0]))
     assert list(sch.mod.state_dict()) == names
-    norm = RMSNorm.like(LlamaRMSNorm(8, 1e-3))
-    assert norm.eps == 1e-3
     norm = RMSNorm.like(nn.RMSNorm(8, eps=1e-4), 1.0)
     assert (norm.eps, norm.offset) == (1e-4, 1.0)
     assert "offset=1.0" in repr(norm)
-    assert RMSNorm.like(model[0]).weight is weight or sch.mod is model
     copied = copy.deepcopy(norm)
     x = torch.randn(2, 8)
     assert torch.equal(copied(x), norm(x))

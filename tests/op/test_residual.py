@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +21,11 @@ from transformers.models.bert.modeling_bert import BertOutput
 import slapo
 from slapo.op import residual
 from slapo.op.residual import DenseDropoutAddNorm, dropout_add_norm
+from tests.op.processes import run
 from tests.versions import interprets_loops
 
-ROOT = Path(__file__).parent.parent.parent
+#: In a process of its own: Triton reads the variable when it is imported.
+KERNELS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/op/residual_kernels.py")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 
@@ -106,7 +105,7 @@ def test_triton_is_not_imported() -> None:
         "slapo.op.DenseDropoutAddNorm(4, 4)(*torch.ones(2, 2, 4))\n"
         "assert not any(name.split('.')[0] == 'triton' for name in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    run("-c", code)
 
 
 # --- the module ----------------------------------------------------------------------------------
@@ -192,28 +191,13 @@ def test_the_kernel_computes_unchanged_children_only(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", ["gradient", pytest.param("", marks=pytest.mark.wide)])
 def test_the_kernel_by_the_interpreter(part: str) -> None:
-    assert "skipped" not in run_kernels("1", "-k", part)
+    assert "skipped" not in run(*KERNELS, "-k", part, TRITON_INTERPRET="1")
 
 
 @needs_triton
 @pytest.mark.gpu
 def test_the_kernel_on_a_gpu() -> None:
-    run_kernels("0")
-
-
-def run_kernels(interpret: str, *arguments: str) -> str:
-    """In a process of its own: Triton reads the variable when it is imported."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(
-        [*command, "tests/op/residual_kernels.py"],
-        env={**os.environ, "TRITON_INTERPRET": interpret},
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    run(*KERNELS, TRITON_INTERPRET="0")
 
 
 @needs_triton

@@ -75,17 +75,6 @@ def test_primitives_act_on_the_module_within() -> None:
     assert sch.mod.layers[0].mod.fc1.mod is new
 
 
-def test_copies_and_pickles_stay_checkpointed() -> None:
-    sch = slapo.create_schedule(nn.Sequential(Block()))
-    sch["0"].trace()
-    sch["0"].checkpoint()
-    for other in (copy.deepcopy(sch.mod), pickle.loads(pickle.dumps(sch.mod))):
-        assert isinstance(other[0], CheckPointWrapper)
-        assert other[0].mod is not sch.mod[0].mod
-        assert other[0]._parameters is other[0].mod._parameters
-        same_gradients(other, sch.mod, torch.randn(3, 4))
-
-
 def test_order_args_fn() -> None:
     sch = slapo.create_schedule(nn.Sequential(make(lambda self, a, b: a - b)))
     sch["0"].checkpoint(order_args_fn=lambda b, a: (a, b))
@@ -217,17 +206,11 @@ def test_a_script_within_a_checkpoint_trains_from_the_first_step(first: str) -> 
         node = sch[name]
         if first == "checkpoint":
             node.checkpoint()
-        node.fuse(node.find(lambda x: F.gelu(slapo.call_module("fc1", x))))
+        node.fuse(node.find(lambda x: F.gelu(x)))
         if first == "fuse":
             node.checkpoint()
-    x = torch.randn(3, 4)
     for _ in range(3):
-        model(x).sum().backward()
-        reference(x).sum().backward()
-        torch.testing.assert_close(
-            [p.grad for p in model[0].fc2.parameters()],
-            [p.grad for p in reference[0].fc2.parameters()],
-        )
+        same_gradients(model, reference, torch.randn(3, 4))
 
 
 class Owner(nn.Module):
@@ -295,6 +278,7 @@ def test_a_wrapped_module_is_still_one_of_its_class(wrap: str) -> None:
         assert isinstance(again, CheckPointWrapper) == isinstance(sch["0"].mod, CheckPointWrapper)
         assert again.fc is not owner.fc
         assert again.fc is again.mod.fc
+        assert again._parameters is again.mod._parameters
         assert_close(again(x), owner(x))
     sch["0"].replace(nn.Linear(4, 4))
     assert not isinstance(sch["0"].mod, Owner)

@@ -155,13 +155,9 @@ def test_an_empty_result_says_why_and_logs_it(caplog: pytest.LogCaptureFixture) 
     assert found.why.startswith("1 of 2 operations of the pattern were found together")
     assert "call_module('fc1') at fc1; tanh was not: in its place is gelu" in found.why
     assert repr(found) == f"[] ({found.why})"
-    with pytest.raises(IndexError, match="the search found nothing: 1 of 2 operations"):
-        found[0]
     with pytest.raises(IndexError, match="list index"):
         sch["0"].find("fc1")[1]
     assert f'sch["0"].find found [] ({found.why})' in caplog.text
-    with pytest.raises(ValueError, match="target_ops is empty"):
-        sch["0"].replace(torch.tanh, found)
 
 
 def test_the_reason_is_of_the_graphs_that_were_searched() -> None:

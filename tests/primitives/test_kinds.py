@@ -14,7 +14,6 @@ from torch import Tensor, fx, nn
 import slapo
 from slapo import Schedule
 from slapo.errors import TraceError
-from tests.fingerprint import refused
 from tests.graph.rewrites import SideBySide, outcome
 from tests.graph.served import make
 
@@ -257,13 +256,6 @@ def test_nodes_picked_by_hand_that_other_matches_would_overlap(place: int) -> No
         torch.testing.assert_close(sch.mod(x), wanted)
     with pytest.raises(TraceError, match="2 matches there, and 3 in the graph that is shown"):
         sch.mod.eval()(X)
-
-
-def test_nodes_that_share_no_value() -> None:
-    sch = traced(lambda self, x, y: (y.add_(1), x.relu())[1])
-    chain = [("", node) for node in sch.mod.graph.nodes if node.op == "call_method"]
-    with refused(sch, ValueError, "parts that share no value: relu and add_"):
-        sch.replace(torch.sub, [chain])
 
 
 @pytest.mark.parametrize("compiler", ["TorchScript", None, "inductor"])

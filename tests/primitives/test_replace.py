@@ -24,17 +24,6 @@ X = torch.randn(3, 4)
 
 
 # --- whole modules ---------------------------------------------------------------------------
-def test_a_module_in_a_list() -> None:
-    model = Stack()
-    sch = slapo.create_schedule(model)
-    new = Block(4)
-    node = sch["layers.1"].replace(new)
-    assert node is sch["layers.1"]
-    assert model.layers[1] is new is node.mod
-    assert sch["layers.1.fc1"].mod is new.fc1
-    assert sch["layers.1.fc1"].parent is node
-
-
 def test_the_root() -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(2, 2)))
     new = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -51,15 +40,6 @@ def test_the_subtree_is_rebuilt_and_old_nodes_leave() -> None:
     assert "layers.0.fc1" not in sch
     live = {id(node) for _, node in sch.named_schedules()}
     assert {id(n) for nodes in sch.state.nodes_of.values() for n in nodes} == live
-
-
-def test_a_module_at_two_places() -> None:
-    shared = nn.Linear(4, 4)
-    model = nn.Sequential(shared, nn.ReLU(), shared)
-    sch = slapo.create_schedule(model)
-    new = nn.Linear(4, 4)
-    sch["0"].replace(new)
-    assert model[0] is model[2] is new is sch["2"].mod
 
 
 def test_the_mode_of_the_old_module_is_kept() -> None:
@@ -245,18 +225,6 @@ def test_what_a_horizontal_replacement_returns_can_be_part_of_another_match() ->
     torch.testing.assert_close(sch.mod(x), reference(x))
     sch.replace(attend, sch.find(pattern))
     torch.testing.assert_close(sch.mod(x), reference(x))
-
-
-def test_hooks_and_vertical() -> None:
-    model = Block()
-    calls: list[str] = []
-    model.fc1.register_forward_pre_hook(lambda m, i: calls.append("pre"))
-    sch = slapo.create_schedule(model)
-    sch.replace(gelu_mlp(), sch.find(gelu_of_fc1))
-    sch.mod(X)
-    calls.clear()  # the capture has run them, on stand-ins
-    sch.mod(X)
-    assert calls == ["pre"]
 
 
 def test_one_node() -> None:

@@ -84,15 +84,6 @@ def test_slice_and_sizes(name: str, world: tuple[int, int]) -> None:
     assert local.untyped_storage().nbytes() == local.numel() * local.element_size()
 
 
-@pytest.mark.parametrize(("blocks", "sizes"), [(3, [8, 8, 8]), ((8, 4, 4), [8, 4, 4])])
-def test_blocks(blocks: Any, sizes: list[int], world: tuple[int, int]) -> None:
-    rank, ranks = world
-    qkv = nn.Linear(4, sum(sizes))
-    parts = qkv.weight.detach().clone().split(sizes)
-    slapo.create_schedule(nn.Sequential(qkv))["0"].shard("weight", 0, blocks=blocks)
-    assert torch.equal(qkv.weight, torch.cat([part.chunk(ranks)[rank] for part in parts]))
-
-
 def test_what_a_parameter_carries_follows(pair: None) -> None:
     linear = nn.Linear(4, 4)
     linear.weight.requires_grad_(False)
@@ -102,28 +93,6 @@ def test_what_a_parameter_carries_follows(pair: None) -> None:
     assert (linear.weight.mine, linear.weight.kind) == ("kept", 3)
     assert not linear.weight.requires_grad
     assert sch["0"].metadata.primitives["shard"]["weight"].axis == 0
-
-
-def test_a_world_of_one_keeps_everything() -> None:
-    linear = nn.Linear(3, 5)
-    weight = linear.weight.detach().clone()
-    slapo.create_schedule(linear).shard("weight", 1).sync("fwd_post", "all_reduce")
-    assert torch.equal(linear.weight, weight)
-    x = torch.randn(2, 3)
-    assert torch.allclose(linear(x), nn.functional.linear(x, weight, linear.bias))
-
-
-def test_uneven_shares(pair: None) -> None:
-    """Those that ``torch.chunk`` cuts; the whole's shape is known."""
-    table = nn.Embedding(97, 3, padding_idx=50)
-    rows = table.weight.detach().clone()
-    sch = slapo.create_schedule(nn.Sequential(table))
-    sch["0"].shard("weight", 0, uneven=True)
-    assert torch.equal(table.weight, rows.chunk(2)[sch.rank])
-    assert table.weight.orig_shape == (97, 3)
-    assert table.num_embeddings == len(table.weight)
-    assert table.padding_idx == {0: None, 1: 1}[sch.rank]
-    assert "uneven=True" in str(sch.history[0])
 
 
 def test_a_class_of_ones_own_may_have_a_rule(pair: None) -> None:

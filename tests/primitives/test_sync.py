@@ -122,23 +122,6 @@ def test_masks_come_with_the_reduction_of_a_vocabulary(pair: None) -> None:
     assert torch.equal(sch.mod(input=torch.tensor([5])), table[5:6])
 
 
-def test_masks_of_ones_own_are_not_doubled(pair: None) -> None:
-    from slapo.sharding.vocab import vocabulary_hooks
-
-    sch = node(nn.Embedding(8, 3))
-    table = sch.mod.weight.detach().clone()
-    before, after = vocabulary_hooks(1, 2, 8, reduce=lambda part: part)
-    sch.shard("weight", 0).sync("fwd_pre", before).sync("fwd_post", after)
-    assert {m: len(h) for m, h in get_hooks(sch.mod).items()} == {
-        "fwd_pre": 1,
-        "fwd_post": 1,
-        "bwd_post": 0,
-    }
-    out = sch.mod(torch.tensor([2, 6]))
-    assert torch.equal(out[1], table[6])
-    assert out[0].abs().sum() == 0
-
-
 @pytest.mark.filterwarnings("error")
 def test_hooks_are_compiled_with_the_model_and_without_a_warning() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4)

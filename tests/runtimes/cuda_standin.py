@@ -65,11 +65,6 @@ def _on_cpu(value: Any) -> Any:
     return _CPU if is_cuda else value
 
 
-def _cpu_type(value: Any) -> Any:
-    """A type by its name on the CPU."""
-    return value.replace("torch.cuda.", "torch.") if isinstance(value, str) else value
-
-
 class _Redirect(TorchFunctionMode):
     """Sends what is meant for CUDA to the CPU, and calls CPU types by their CUDA names."""
 

@@ -60,7 +60,6 @@ def loss_fn(output: Any, targets: dict[str, Any]) -> Tensor:
 
 
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
-ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
 
 
 def make(layout: tuple[int, int, int], model: nn.Module, **options: Any) -> Any:

@@ -65,26 +65,6 @@ def test_bits_arrive(name: str) -> None:
     assert not received.requires_grad
 
 
-def test_gradients_come_back() -> None:
-    hidden = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-    half = torch.tensor([4.0, 5.0], dtype=torch.bfloat16, requires_grad=True)
-    mask, unused = torch.tensor([True, False, True]), torch.ones(2, requires_grad=True)
-    sent = (mask, hidden * 1, half * 1, unused * 1)
-    packed, buffer, (mask_, hidden_, half_, _), anchor = transfer(*sent)
-    loss = (hidden_ * mask_).sum() * 2 + (half_ * half_).sum().float()
-    anchored(loss, anchor).backward()
-    assert buffer.grad is not None
-    assert not buffer.grad[: manifest_of(mask).shape[0]].any(), "the mask has none"
-    packed.backward(buffer.grad)
-    assert hidden.grad is not None
-    assert hidden.grad.tolist() == [2.0, 0.0, 2.0]
-    assert half.grad is not None
-    assert half.grad.dtype == torch.bfloat16
-    assert half.grad.tolist() == [8.0, 10.0]
-    assert unused.grad is not None
-    assert unused.grad.tolist() == [0.0, 0.0]
-
-
 def test_a_buffer_without_gradients_still_has_one() -> None:
     """The stage before waits for it, or the job would hang."""
     tokens, table = torch.tensor([5, 6]), torch.ones(8, requires_grad=True)
@@ -120,17 +100,6 @@ def test_received_tensors_may_be_changed() -> None:
     anchored((received * received).sum(), anchor).backward()
     assert buffer.grad is not None
     assert buffer.grad[:2].tolist() == [4.0, 4.0]
-
-
-def test_without_gradients_nothing_is_recorded() -> None:
-    with torch.no_grad():
-        hidden = torch.ones(2)
-        manifest = BufferLayout((TensorMeta("hidden", (2,), torch.float32, requires_grad=True),))
-        packed = pack(manifest, (hidden,), None)
-        (received,), anchor = unpack(manifest, packed)
-        assert not packed.requires_grad
-        assert received.tolist() == [1.0, 1.0]
-        assert anchored(received.sum(), anchor).item() == 2.0
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import slapo
+from tests.primitives.models import Computes
 from tests.runtimes import contract
 from tests.runtimes.contract import copied, data, is_unchanged, loss_fn, make, scheduled, seeded
 from tests.runtimes.ranks import on_ranks, on_ranks_by_rows
@@ -75,33 +76,22 @@ def test_without_a_target_the_first_gradients_are_compared() -> None:
     loss_fn(model(x), y).backward()
 
 
-class Unknown(nn.Module):
-    """An operation that no rule follows, of slices; without effect here."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.renorm(x, 2, 0, 1e9)
-
-
 @on_ranks(2)
 def test_what_the_check_cannot_follow_is_said_and_trains() -> None:
     mesh = slapo.init_mesh(tp=2, device="cpu")
     torch.manual_seed(0)
-    sch = slapo.create_schedule(
-        nn.Sequential(nn.Linear(4, 8), Unknown(), nn.Linear(8, 4)), group=mesh["tp"]
-    )
+    # No rule follows it over slices; it has no effect here.
+    unknown = Computes(lambda x: torch.renorm(x, 2, 0, 1e9))
+    model = nn.Sequential(nn.Linear(4, 8), unknown, nn.Linear(8, 4))
+    sch = slapo.create_schedule(model, group=mesh["tp"])
     sch["0"].shard("weight", 0).shard("bias", 0).sync("bwd_post", "all_reduce")
     sch["2"].shard("weight", 1).sync("fwd_post", "all_reduce")
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("slapo").addHandler(handler)
-    engine, _ = slapo.build(
-        sch,
-        target="torch",
-        mesh=mesh,
-        loss_fn=nn.functional.mse_loss,
-        optimizer=contract.sgd,
-    )
+    given = {"loss_fn": nn.functional.mse_loss, "optimizer": contract.sgd}
+    engine, _ = slapo.build(sch, target="torch", mesh=mesh, **given)
     engine.train_batch(iter([(torch.ones(3, 4), torch.zeros(3, 4))]))
     told = any("could not follow" in line and "renorm" in line for line in lines)
     assert told == (dist.get_rank() == 0)

@@ -123,35 +123,6 @@ def test_replicas_evaluate_any_numbers_of_samples(target: str, options: dict[str
 
 
 # --- options -------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lr_scheduler": print, "optimizer": None}, "lr_scheduler needs an optimizer"),
-        ({"lr_scheduler": lambda optimizer: None}, "returned a NoneType; it must return a sched"),
-        (
-            {"data_parallel_options": {"find_unused_parametrs": True}},
-            "did you mean 'find_unused_parameters'",
-        ),
-        (
-            {"data_parallel_options": {"bucket_cap_mb": 1}, "dtype": torch.bfloat16},
-            "data_parallel_options of fully_shard' has no option 'bucket_cap_mb'",
-        ),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_options_that_would_be_passed_over(options: dict[str, Any], message: str) -> None:
-    """Beside those of ``tests/golden/mistakes/build_for_torch.txt``."""
-    with pytest.raises((TypeError, ValueError), match=message):
-        make("torch", (1, 1, 1), **options)
-
-
-def test_a_loss_without_a_gradient() -> None:
-    engine = make("torch", (1, 1, 1), loss_fn=lambda output, targets: output.detach().mean())
-    assert engine.eval_batch(data()).item() != 0
-    with pytest.raises(
-        ValueError, match="loss_fn returned a loss that does not require a gradient"
-    ):
-        engine.train_batch(data())
 
 
 def test_steps_inside_of_autocast() -> None:
@@ -324,46 +295,5 @@ def test_state_that_is_no_tensor() -> None:
     assert engine.module[0].count == 7
     with pytest.raises(ValueError, match=r"'0.linear.bias' is a int"):
         engine.load_state_dict({**state, "0.linear.bias": 3})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", ["deepspeed"])
-@on_ranks(1)
-def test_a_scheduler_of_an_optimizer_that_the_config_describes(target: str) -> None:
-    config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
-    halving = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
-    engine = make(target, (1, 1, 1), optimizer=None, config=config, lr_scheduler=halving)
-    engine.train_batch(data())
-    assert list(engine.scheduler.get_last_lr()) == [0.05]
-
-
-def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    groups = [{"params": parameters[:3], "lr": 0.1}, {"params": parameters[3:], "lr": 0.01}]
-    return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("target", "options"),
-    [
-        ("torch", {}),
-        ("torch", {"dtype": torch.bfloat16}),
-        ("deepspeed", {}),
-        ("megatron", {}),
-        ("megatron", {"dtype": torch.bfloat16}),
-    ],
-    ids=str,
-)
-@on_ranks(1)
-def test_the_state_of_an_optimizer_out_and_in(target: str, options: dict[str, Any]) -> None:
-    """Two steps, the state in and out of another engine, and a third step on both."""
-    first, second = (make(target, (1, 1, 1), optimizer=two_groups, **options) for _ in range(2))
-    batches = list(data(3))
-    first.train_batch(iter(batches[:1]))
-    first.train_batch(iter(batches[1:2]))
-    saved = copy.deepcopy(first.optimizer.state_dict())
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    second.optimizer.load_state_dict(saved)
-    for engine in (first, second):
-        engine.train_batch(iter(batches[2:]))
-    assert is_unchanged(second, first.state_dict())
+    engine.load_state_dict({"0.linear.bias": torch.ones(2)}, strict=False)
+    assert torch.equal(engine.state_dict()["0.linear.bias"], torch.ones(2))

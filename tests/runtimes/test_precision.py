@@ -58,6 +58,8 @@ def test_half_precision_with_copies_in_float32(
     clip = options.get("clip_grad_norm")
     reference = alone(dtype=dtype, parts=MICRO_BATCHES * layout[1], clip=clip)
     found = compare(engine, reference, data(4))
+    assert reference.losses != pytest.approx(alone(clip=clip).train(data(4)).losses, abs=1e-6)
+    assert target != "torch" or next(engine.parameters()).dtype is torch.float32
     assert found["losses"] < 3 * CLOSE[dtype]  # of size 3
     assert found["state"] < CLOSE[dtype]
     assert found["norms"] < 3 * CLOSE[dtype]
@@ -68,16 +70,6 @@ def test_scripts_may_compute_in_float64() -> None:
     torch.set_default_dtype(torch.float64)  # until this process ends
     found = compare(make("torch", (1, 1, 2)), alone(), data(4))
     assert max(found["losses"], found["state"]) < 1e-12
-
-
-@on_ranks(2)
-def test_losses_in_half_precision_are_those_of_float32_but_rounded() -> None:
-    engine, batches = make("torch", (2, 1, 1), dtype=torch.bfloat16), data()
-    losses = [engine.train_batch(batches).item() for _ in range(3)]
-    expected = alone().train(data(3)).losses
-    assert losses == pytest.approx(expected, rel=3e-2)  # bfloat16 keeps 8 bits
-    assert losses != pytest.approx(expected, abs=1e-6)
-    assert next(engine.parameters()).dtype is torch.float32  # the optimizer's
 
 
 @pytest.mark.slow

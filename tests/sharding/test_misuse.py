@@ -288,10 +288,6 @@ def test_a_group_ends_when_it_is_destroyed() -> None:
         model(torch.ones(2, 4))
 
 
-def test_a_schedule_is_copied_deeply_only() -> None:
-    sch = slapo.create_schedule(MLP())
-    assert repr(copy.deepcopy(sch)) == repr(sch)
-    with pytest.raises(TypeError, match=r"use copy.deepcopy\(sch\)"):
-        copy.copy(sch)
+def test_a_schedule_is_not_iterable() -> None:
     with pytest.raises(TypeError, match="is not iterable"):
-        list(sch)
+        list(slapo.create_schedule(MLP()))

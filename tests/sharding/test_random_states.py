@@ -16,25 +16,6 @@ def drops() -> Any:
     return nn.Sequential(OrderedDict(whole=nn.Dropout(0.5), **inside, part=nn.Dropout(0.5)))
 
 
-def masks(rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    slapo.set_random_seed(3, tp_rank=rank)
-    model = drops()
-    sch = slapo.create_schedule(model)
-    assert sch["part"].fork_rng().mod.mod is model.part.mod
-    ones = torch.ones(5, 7)
-    whole, part = model.whole(ones), model.part(ones)
-    return whole, part, model.whole(ones)  # the default state goes on as if nothing was forked
-
-
-def test_forked_masks_differ_between_ranks_and_others_do_not() -> None:
-    (whole0, part0, next0), (whole1, part1, next1) = map(masks, (0, 1))
-    assert torch.equal(whole0, whole1)
-    assert torch.equal(next0, next1)
-    assert not torch.equal(part0, part1)
-    assert not torch.equal(whole0, part0)
-    assert set(part0.unique().tolist()) == {0.0, 2.0}
-
-
 def recomputed(rank: int, order: str, reentrant: bool) -> Tensor:
     """Gradients of the same forward, with activations kept and recomputed."""
     found = []
