@@ -185,7 +185,7 @@ def _derive(
         chosen = {} if number == _TRIES - 1 else choose(found, sizes, ranks, banned)
         try:
             collectives = place(found, chosen)
-            divided = divided_attributes(found.uses, found.attributes, chosen, ranks)
+            divided = divided_attributes(found.uses, found.attributes, found.read, chosen, ranks)
             gathered = _gathered_axes(found, chosen, gathering)
             break
         except (ImpossibleError, UnfitNumbersError) as error:

@@ -16,10 +16,20 @@ from typing import Any
 
 from torch import nn
 
-from slapo.derive.axes import Axis, Chosen, Term, axes_in, factors, local_size, size_of
+from slapo.derive.axes import (
+    Axis,
+    Chosen,
+    Term,
+    axes_in,
+    factors,
+    is_sharded,
+    local_size,
+    size_of,
+)
 from slapo.sharding.rules import tensor_of_size
 
-#: Path of a module or of its config (``"h.0.config"``), and the name of the attribute.
+#: Path of a module or of its config (``"h.0.config"``), and the name of the attribute. Or path of a
+#: module, and the size of an argument: ``"x.shape[-1]"``.
 Key = tuple[str, str]
 
 _OPERATORS: dict[str, Callable[[int, int], int]] = {
@@ -105,13 +115,18 @@ for _name, _sign in {"add": "+", "sub": "-", "mul": "*", "floordiv": "//"}.items
     setattr(Counted, f"__r{_name}__", _remembering(_sign, True))
 
 
+def is_of_torch(module: nn.Module) -> bool:
+    """Return True for a module of torch's own class."""
+    return type(module).__module__.startswith("torch.nn")
+
+
 @contextmanager
 def counted_attributes(model: nn.Module) -> Iterator[dict[Key, int]]:
     """Make integer attributes of modules and of their config copies keep formulas in the block."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     values: dict[Key, int] = {}
     for path, module in model.named_modules():
-        if type(module).__module__.startswith("torch.nn"):
+        if is_of_torch(module):
             continue  # their attributes follow their weights when these are sharded
         own = vars(module)
         holders = [(own, path)]
@@ -159,10 +174,20 @@ _AT_ONCE = 8
 
 
 def divided_attributes(
-    uses: list[SizeUse], values: Mapping[Key, int], chosen: Chosen, ranks: int
+    uses: list[SizeUse],
+    values: Mapping[Key, int],
+    read: Mapping[Key, Term],
+    chosen: Chosen,
+    ranks: int,
 ) -> list[Key]:
-    """Return the fewest attributes to divide, so that each integer is the size of its dimension."""
+    """Return the fewest attributes to divide, so that each integer is the size of its dimension.
+
+    `read` has the dimensions of arguments whose sizes a forward reads. If one is sharded, its size
+    is divided already.
+    """
     found: list[Key] = []
+    values = {**values, **{key: local_size(term, chosen, ranks) for key, term in read.items()}}
+    divided_already = {key for key, term in read.items() if is_sharded(term, chosen)}
     # Attributes of separate groups have no size in common, so each group is searched alone: the
     # number of subsets grows exponentially.
     for keys, mine in _connected(uses):
@@ -171,7 +196,8 @@ def divided_attributes(
         def fits(divided: frozenset[Key], wanted: list[tuple[SizeUse, int]] = wanted) -> bool:
             return all(_fits(use.formula, size, values, divided, ranks) for use, size in wanted)
 
-        free = sorted((k for k in keys if values[k] % ranks == 0), key=_heads_first)
+        free = [k for k in keys - divided_already if values[k] % ranks == 0]
+        free.sort(key=_heads_first)
         # Fewest first: dividing an attribute that no size needs would change something else.
         tries = (
             frozenset(some)

@@ -17,10 +17,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from slapo.derive.axes import Term, carve, cut, factors, fresh, keep_whole, size_of, unify
 from slapo.derive.rules import MAKERS, AxisCall, Dims, apply_rule
-from slapo.derive.sizes import Counted, Key, SizeUse, counted_attributes
+from slapo.derive.sizes import Counted, Formula, Key, SizeUse, counted_attributes, is_of_torch
 from slapo.graph.trace.leaves import attributes_kept, is_torch_leaf
 from slapo.history import contains
 from slapo.random import states_kept
+from slapo.sharding.numbers import SIZES
 from slapo.utils.outputs import tensors_in as tensors_of_output
 from slapo.verify.placement.call import memory_of, name_of, run, tensors_in
 from slapo.verify.placement.fake_parameters import FakeParameters, standing_in
@@ -47,6 +48,8 @@ class ModuleCall:
 
     path: str
     module: nn.Module
+    #: id of a tensor that is an argument -> its name
+    arguments: dict[int, str] = field(default_factory=dict)
     #: true without children, and for torch's own layers, whose parts are no nodes of a schedule
     is_leaf: bool = field(init=False)
 
@@ -83,6 +86,8 @@ class Trace:
     #: integers that were passed as sizes, and the values of all counted attributes
     uses: list[SizeUse] = field(default_factory=list)
     attributes: dict[Key, int] = field(default_factory=dict)
+    #: dimensions of arguments whose sizes a module read
+    read: dict[Key, Term] = field(default_factory=dict)
 
 
 def trace(
@@ -321,6 +326,7 @@ class _Mode(TorchDispatchMode):
                 new = self.add(tensor, Value(dims, value.needs_grad))
                 entered[id(tensor)] = (old, new)
                 shown = name if tensor is argument else ""
+                here.arguments[id(tensor)] = shown
                 self.found.nodes.append(Node("entry", shown, [old], [new], here))
         return entered
 
@@ -353,6 +359,8 @@ class _Sizes(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in SIZES:
+            return self._read(func(*args, **kwargs), args, kwargs)
         leaves = tree_leaves((args, kwargs))
         leaves += [each for s in leaves if isinstance(s, slice) for each in (s.start, s.stop)]
         if not any(isinstance(leaf, Counted) for leaf in leaves):
@@ -367,6 +375,24 @@ class _Sizes(TorchFunctionMode):
                 use = SizeUse(number.formula, tuple(term), name, path)
                 self.mode.found.uses.append(use)
         return out
+
+    def _read(self, found: Any, args: Any, kwargs: Any) -> Any:
+        """Return a size, or all sizes, that a module reads off an argument, with formulas."""
+        tensor, here = args[0], self.mode.running[-1]
+        argument = here.arguments.get(id(tensor))
+        if not argument or not tensor.is_floating_point() or is_of_torch(here.module):
+            return found
+        if not isinstance(found, torch.Size):
+            return self._counted(here, argument, tensor, _argument(args, kwargs, 1, "dim"))
+        # Not the batch.
+        inner = [self._counted(here, argument, tensor, axis) for axis in range(1, len(found))]
+        return torch.Size([*found[:1], *inner])
+
+    def _counted(self, here: ModuleCall, argument: str, tensor: Tensor, axis: int) -> int:
+        axis %= tensor.dim()
+        key = here.path, f"{argument}.shape[{axis - tensor.dim()}]"
+        self.mode.found.read.setdefault(key, self.mode.dims(tensor)[axis])
+        return Counted(tensor.shape[axis], Formula(key=key))
 
     def _sizes(
         self, name: str, args: Any, kwargs: Any, out: Any, before: Dims

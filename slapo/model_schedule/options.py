@@ -20,8 +20,11 @@ from slapo.model_schedule.splits import (
     is_within,
 )
 from slapo.op.attention import known_backend
+from slapo.primitives.set import SIZE
 from slapo.schedule import Schedule
+from slapo.sharding.sync_hooks import input_names
 from slapo.utils.calls import as_call
+from slapo.wrapper import innermost
 
 METHODS = ("uniform", "head")
 
@@ -213,6 +216,8 @@ def _check_known(entries: list[Entry]) -> None:
 
 
 def _has_attribute(module: nn.Module, path: str) -> bool:
+    if size := SIZE.fullmatch(path):
+        return any(size[1] in names for names in input_names(innermost(module)))
     try:
         operator.attrgetter(path)(module)
     except AttributeError:

@@ -19,7 +19,8 @@
 ``sum_output_grad``       Sum the gradient of the output.
 ``partial(weight)``       Sum the gradient of a replicated parameter at each step.
 ``divide(num_heads)``     Divide attributes by the number of ranks; ``config.num_heads`` belongs to
-                          the config, which is copied for the module.
+                          the config, which is copied for the module, and ``x.shape[-1]`` is a size
+                          that the forward reads off an argument.
 ``regroup(groups, n)``    Set the number of query heads for each of n heads of keys, if there are
                           more ranks than these.
 ``fork_rng``              Draw different random values on each rank, if dropout draws any.
@@ -54,6 +55,7 @@ from slapo.model_schedule.tensor_parallel import (
     spread_tokens,
     sum_output,
 )
+from slapo.primitives.set import SIZE
 from slapo.schedule import Schedule
 from slapo.selection import compile_glob
 from slapo.sharding.state import shards_of
@@ -325,7 +327,8 @@ def _divide(node: Schedule, names: list[str]) -> None:
     own = [name for name in names if not name.startswith("config.")]
     for name in own:
         # `whole` lets set() divide by the ranks and refuse a remainder.
-        node.set(name, whole=getattr(node.mod, name))
+        of_all = {} if SIZE.fullmatch(name) else {"whole": getattr(node.mod, name)}
+        node.set(name, **of_all)
     of_config = [name.removeprefix("config.") for name in names if name not in own]
     if of_config:
         # All layers and the model share one config.

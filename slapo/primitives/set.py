@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import re
 from typing import Any
 
 from torch import Tensor, fx, nn
 
-from slapo.errors import SlapoError
+from slapo.errors import SlapoError, with_nearest
 from slapo.graph.trace.module import Traced, origin_of
 from slapo.node import Node
 from slapo.primitives.base import Primitive
-from slapo.primitives.wrapping import check_called
+from slapo.primitives.wrapping import check_called, wrap
+from slapo.sharding.numbers import LocalSize
 from slapo.sharding.rules import tensor_of_size
-from slapo.wrapper import innermost
+from slapo.sharding.sync_hooks import input_names
+from slapo.wrapper import innermost, with_wrapped
 
+#: A size that a forward reads off an argument.
+SIZE = re.compile(r"(\w+)\.shape\[(-?\d+)\]")
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
@@ -40,7 +45,10 @@ class SetPrimitive(Primitive, name="set"):
     Parameters
     ----------
     name
-        An existing attribute of the module.
+        An existing attribute of the module. Or a size that the forward reads off an argument, as
+        ``"x.shape[-1]"``, without `value` and `whole`: ``x.shape`` and ``x.size()`` give this
+        rank's share of it from then on, as the views of sharded projections need. ``torch.compile``
+        leaves such a module out of its graphs.
     value
         New value. A number, bool, string, tuple or list must keep its type.
     whole
@@ -52,8 +60,8 @@ class SetPrimitive(Primitive, name="set"):
     AttributeError
         If the module has no such attribute; the message lists the nearest names.
     ValueError
-        If the attribute repeats the size of a weight and the new value would differ from it, or if
-        `whole` is not divisible.
+        If the attribute repeats the size of a weight and the new value would differ from it, if
+        `whole` is not divisible, or if the forward has no such argument.
     TypeError
         If the attribute is a module, a tensor, a method or a property; if the type differs; or
         unless exactly one of `value` and `whole` is given.
@@ -72,6 +80,9 @@ class SetPrimitive(Primitive, name="set"):
 
     @staticmethod
     def apply(sch: Node, /, name: str, value: Any = _NONE, whole: Any = None) -> Node:
+        if (size := SIZE.fullmatch(str(name))) and value is _NONE and whole is None:
+            _share_size(sch, size[1], int(size[2]))
+            return sch
         value = _one_of(name, value, whole, sch.world_size)
         module = innermost(sch.mod)
         # A Traced module captures again for changed attributes; a graph of torch.fx cannot.
@@ -85,6 +96,20 @@ class SetPrimitive(Primitive, name="set"):
         check_called(sch)
         setattr(module, name, value)
         return sch
+
+
+def _share_size(sch: Node, argument: str, axis: int) -> None:
+    takes = [name for names in input_names(innermost(sch.mod)) for name in names]
+    if argument not in takes:
+        raise ValueError(
+            with_nearest(
+                argument, takes, f"the forward has no argument {argument!r}; it takes {takes}"
+            )
+        )
+    for module in with_wrapped(sch.mod):
+        if isinstance(module, LocalSize) and (module.argument, module.axis) == (argument, axis):
+            raise ValueError("this size is a rank's share already; leave the second call out")
+    wrap(sch, LocalSize(sch.mod, argument, axis, sch.world_size))
 
 
 def _one_of(name: str, value: Any, whole: Any, world_size: int) -> Any:

@@ -88,9 +88,26 @@ class Parametrized(Gated):
         return super().forward(self.mix(self.turn(x)))
 
 
+class WidthOfInput(nn.Module):
+    """Attention that reads its width off its input, in two ways, as nanoGPT and timm do."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.heads, self.hidden = 4, hidden
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        shape = batch, length, self.heads, x.size(-1) // self.heads
+        parts = self.qkv(x).split(self.hidden, dim=2)
+        q, k, v = (part.view(shape).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+
 #: Blocks of models of this file alone.
 MORE = {"whole block": WholeBlock, "parametrized": Parametrized}
-MORE |= {"few keys": FewKeys, "dropping": dropping}
+MORE |= {"few keys": FewKeys, "dropping": dropping, "width": WidthOfInput}
 
 
 def model_of(name: str) -> Model:
@@ -135,7 +152,7 @@ def test_families_without_a_table(names: list[str]) -> None:
 def test_own_models() -> None:
     """Of some parts stay whole."""
     least = {name: share for name, (_, share) in OWN.items()}
-    found = check_shares({**least, "whole block": 0.5, "parametrized": 0.7})
+    found = check_shares({**least, "whole block": 0.5, "parametrized": 0.7, "width": 0.95})
     (given_up,) = found["whole block"][1]
     assert "'blocks.0'" in given_up
     assert not found["parametrized"][1]
@@ -455,7 +472,7 @@ def test_a_classifier_outside_of_the_base_model_stays_whole() -> None:
 
 
 class SizesOfInputs(nn.Module):
-    """Reads the size of its output from its input: heads cannot be sharded."""
+    """Reads the size of its output off a tensor of its own: heads cannot be sharded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -463,7 +480,7 @@ class SizesOfInputs(nn.Module):
         self.fc1, self.fc2 = nn.Linear(24, 24), nn.Linear(24, 24)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, tokens, width = x.shape
+        batch, tokens, width = (x * 2).shape
         by_head = self.fc1(x).view(batch, tokens, self.heads, -1).softmax(-1)
         return self.fc2(by_head.reshape(batch, tokens, width))
 

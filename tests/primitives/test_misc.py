@@ -1,13 +1,17 @@
 """``.annotate``, ``.set``, ``.compile``, ``.fork_rng`` and ``.decompose``."""
 
 import copy
+import pickle
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import slapo
 from slapo.op import LinearWithSeparateBias
+from slapo.verify.placement.offline import fake_world
 from tests.primitives.models import Tied
 
 X = torch.randn(3, 4)
@@ -85,6 +89,28 @@ def test_a_size_follows_its_weight() -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 6)))
     sch["0"].mod.weight = nn.Parameter(torch.ones(3, 4))  # a slice that was made by hand
     assert sch["0"].set("out_features", 3).mod.out_features == 3
+
+
+class Sizes(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Any, ...]:
+        return tuple(x.shape), x.size(-1), x.size(dim=0), tuple(y.size()), tuple((x + 1).shape)
+
+
+def test_the_size_of_an_argument_is_a_share() -> None:
+    with fake_world(2):
+        sch = slapo.create_schedule(nn.Sequential(Sizes()), group=dist.group.WORLD)
+    x, y = torch.ones(4, 3, 6), torch.ones(4, 6)
+    part = sch["0"].set("x.shape[-1]").mod
+    shares = (4, 3, 3), 3, 4, (4, 6), (4, 3, 6)
+    for each in (part, copy.deepcopy(part), pickle.loads(pickle.dumps(part))):
+        assert each(x, y) == each(y=y, x=x) == shares
+    assert torch.compile(part, backend="eager")(x, y) == shares
+    assert vars(part.mod).keys() == vars(Sizes()).keys()
+    sch["0"].set("y.shape[0]")
+    assert part is not sch["0"].mod
+    assert sch["0"].mod(x, y)[3] == (2, 6)
+    with pytest.raises(ValueError, match=r"axis 0 .* of shape \(5, 6\) is not divisible"):
+        sch["0"].mod(x, torch.ones(5, 6))
 
 
 # --- compile -------------------------------------------------------------------------------------

@@ -14,11 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slapo.node import Numbers
 from slapo.pipeline.pipelined import unstaged
+from slapo.sharding.numbers import LocalSize
 from slapo.sharding.state import sharding_of
 from slapo.sharding.tags import apply_tags, new_parameter
 from slapo.verify.placement.place import WHOLE, Origin, Place, of_spec, put_place, sliced
 from slapo.weights.slots import Slot, compiled_parameters, exchanged, slots
-from slapo.wrapper import innermost
+from slapo.wrapper import innermost, with_wrapped
 
 #: Models with up to this many bytes of weights run on real values, and take the branches that
 #: depend on values. Larger ones run on fake tensors.
@@ -134,6 +135,8 @@ def as_before(model: nn.Module, numbers: Numbers) -> Iterator[None]:
         state = sharding_of(innermost(outer))
         if state is not None:
             before.append((innermost(outer), state.sizes))
+        shares = (each for each in with_wrapped(outer) if isinstance(each, LocalSize))
+        before.extend((each, {"ranks": 1}) for each in shares)
     with ExitStack() as stack:
         for holder, own in before:
             now = holder.__dict__
