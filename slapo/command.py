@@ -17,7 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slapo.errors import MissingPackageError, SlapoError, require_count, with_nearest
+from slapo.errors import (
+    MissingPackageError,
+    SlapoError,
+    import_package,
+    require_count,
+    with_nearest,
+)
 from slapo.model_schedule import apply_schedule, recipe_keys, recipe_of
 from slapo.model_schedule.drafts import draft
 from slapo.model_schedule.registry import AUTO, DRAFT, description
@@ -241,12 +247,7 @@ def _show_recipe(key: str) -> str:
 
 
 def _default_config(key: str) -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingPackageError(
-            "the table of a recipe needs transformers: pip install 'slapo[hf]'"
-        ) from error
+    transformers = import_package("transformers", "the table of a recipe", "hf")
     try:
         return transformers.AutoConfig.for_model(key)
     except ValueError:  # not a model type of Transformers
@@ -381,9 +382,7 @@ def load(name: str) -> Callable[..., Any]:
 def _load_script(path: Path) -> Any:
     if not path.exists():
         raise _UsageError(f"there is no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise _UsageError(f"{path} is not a Python file")
+    spec: Any = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     # As Python does for scripts, so that a script can import its neighbors.
     sys.path.insert(0, str(path.parent.resolve()))

@@ -1,7 +1,9 @@
 """Exceptions of Slapo. Wrong arguments raise ``ValueError``, ``KeyError`` or ``TypeError``."""
 
 import difflib
+import importlib
 from collections.abc import Iterable
+from typing import Any
 
 
 class SlapoError(RuntimeError):
@@ -49,6 +51,16 @@ class PlacementError(VerificationError):
 
 class MissingPackageError(SlapoError, ImportError):
     """Raised if an optional package that a feature needs is not installed."""
+
+
+def import_package(name: str, what: str, extra: str) -> Any:
+    """Import an optional package, or raise an error that names the extra to install."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{what} needs the package {name}; install it with: pip install 'slapo[{extra}]'"
+        ) from error
 
 
 def with_nearest(name: str, known: Iterable[str], rest: str) -> str:

@@ -81,8 +81,6 @@ class Selection(Generic[N]):
     @classmethod
     def matching(cls, root: N, pattern: str) -> Selection[N]:
         """Select the nodes below `root` that match `pattern`; ValueError if there is none."""
-        if not isinstance(pattern, str) or not pattern:
-            raise ValueError(f"select: got {pattern!r}; pass a glob such as 'h.*.mlp'")
         regex = compile_glob(pattern)
         matches = (node for path, node in root.named_schedules() if path and regex.fullmatch(path))
         # A module registered at several paths is one module: apply a primitive to it once.

@@ -188,11 +188,6 @@ def make_point(
         values = space(choices)
     if values is None:
         raise Refused("the space returned None")
-    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
-        raise TuneError(
-            f"the space returned {values!r}; return a dict of names and values, or None for a "
-            "point that cannot run"
-        )
     with configured("the space", lambda: f", as it returned {values}"):
         json.dumps(dict(values))
     point = Point(

@@ -19,7 +19,7 @@ from slapo.cost.layout import DATA_PARALLEL, SCHEDULES, TARGETS
 from slapo.cost.machine import MACHINES, Machine, machine_of
 from slapo.cost.result import DryRun
 from slapo.cost.suggestions import suggest
-from slapo.errors import MissingPackageError, SlapoError
+from slapo.errors import SlapoError, import_package
 
 _MACHINES = (
     f"one of {', '.join(MACHINES)}; here, to measure this machine; or four numbers: bytes of "
@@ -86,14 +86,9 @@ def suggest_main(arguments: Sequence[str] | None = None) -> int:
 def _run(given: argparse.Namespace) -> DryRun:
     machine = _machine(given.machine)
     sizes = {"pp": given.pp, "dp": 1 if given.dp is None else given.dp, "tp": given.tp}
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"--{name} is {size}; pass a positive integer")
     if given.nodes is not None:
-        if given.dp is not None:
-            raise ValueError("--dp follows from --nodes; give one of them")
         ranks, model = given.nodes * machine.devices, given.pp * given.tp
-        if given.nodes < 1 or ranks % model:
+        if ranks % model:
             raise ValueError(
                 f"--nodes {given.nodes} of {machine.devices} devices are {ranks} ranks, not "
                 f"divisible by --pp {given.pp} times --tp {given.tp} = {model}"
@@ -134,14 +129,11 @@ def _machine(name: str) -> Machine:
 
 def config_of(path: str) -> Any:
     """Load the Transformers config of a file or a folder."""
-    try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise MissingPackageError("configs need transformers: pip install 'slapo[hf]'") from error
+    transformers = import_package("transformers", "a config", "hf")
     if not Path(path).exists():
         raise ValueError(f"there is no file {path}; pass a config.json of Transformers")
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
+        return transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # the exception type for a wrong entry depends on the family
         raise ValueError(f"{path} is not a Transformers config: {error}") from None
 
@@ -176,10 +168,11 @@ def _parser() -> argparse.ArgumentParser:
         default="h100-80gb",
         help=_MACHINES,
     )
-    parser.add_argument("--nodes", type=int, help="machines, filled with replicas")
+    replicas = parser.add_mutually_exclusive_group()
+    replicas.add_argument("--nodes", type=int, help="machines, filled with replicas")
+    replicas.add_argument("--dp", type=int, help="replicas, instead of --nodes")
     for name, what in (("pp", "stages"), ("tp", "tensor-parallel ranks")):
         parser.add_argument(f"--{name}", type=int, default=1, help=what)
-    parser.add_argument("--dp", type=int, help="replicas, instead of --nodes")
     parser.add_argument("--batch", type=int, default=1, help="samples per replica and step")
     parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--seq-len", type=int, default=1024, help="tokens per sample")

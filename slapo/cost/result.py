@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -14,7 +13,7 @@ from slapo.cost.layout import Layout
 from slapo.cost.machine import USABLE, Machine
 from slapo.cost.memory import Memory
 from slapo.cost.steptime import StepTime
-from slapo.errors import MissingPackageError
+from slapo.errors import import_package
 
 
 @dataclass(frozen=True)
@@ -138,8 +137,7 @@ class DryRun:
         MissingPackageError
             If matplotlib is not installed.
         """
-        if importlib.util.find_spec("matplotlib") is None:
-            raise MissingPackageError("images need matplotlib: pip install 'slapo[tune]'")
+        import_package("matplotlib", "an image", "tune")
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 

@@ -286,14 +286,7 @@ def chosen(paths: list[str], ratio: float, method: str) -> list[str]:
 def base_path(model: nn.Module, prefix: str) -> str:
     """Return the path of the base model: the given prefix, or Transformers' own."""
     if prefix:
-        try:
-            model.get_submodule(prefix)
-        except AttributeError:
-            children = [name for name, _ in model.named_children()]
-            raise ValueError(
-                f"prefix {prefix!r} is not a path in {type(model).__name__}, which has "
-                f"{children}; pass the base model's path, or leave prefix out"
-            ) from None
+        model.get_submodule(prefix)  # raises if there is none
         return prefix
     own = getattr(model, "base_model_prefix", "")
     if not own or not isinstance(getattr(model, own, None), nn.Module):

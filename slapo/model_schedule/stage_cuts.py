@@ -68,19 +68,16 @@ def _filled(costs: Sequence[float], limit: float, stages: int) -> list[int] | No
 def chosen_cuts(cuts: Any, counts: Sequence[int]) -> list[int]:
     """Return layer indices over all stacks from the caller's list, or one list per stack."""
     flat = list(cuts)
+    is_one_each = True
     if any(isinstance(each, (list, tuple)) for each in flat):
-        if len(flat) != len(counts) or not all(isinstance(each, (list, tuple)) for each in flat):
-            raise ValueError(
-                f"pipeline_cuts is {cuts!r}; pass one list, or one per stack: {len(counts)}"
-            )
+        is_one_each = len(flat) == len(counts)
         starts = [sum(counts[:number]) for number in range(len(counts))]
-        flat = [start + n for start, each in zip(starts, flat, strict=True) for n in each]
+        flat = [start + n for start, each in zip(starts, flat, strict=False) for n in each]
     last = sum(counts) - 1
-    whole = all(type(n) is int and 0 <= n < last for n in flat)
-    if not whole or flat != sorted(set(flat)):
+    if not is_one_each or flat != sorted(set(flat)) or not all(0 <= n < last for n in flat):
         raise ValueError(
             f"pipeline_cuts is {cuts!r}; pass increasing indices of layers that end a stage, "
-            f"from 0 to {last - 1}"
+            f"from 0 to {last - 1}, in one list, or one per stack: {len(counts)}"
         )
     return flat
 

@@ -74,8 +74,7 @@ def enter_experts(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 def group_of(module: nn.Module) -> Any:
     """Return the process group of a scheduled module."""
     state = sharding_of(module)
-    if state is None:
-        raise SlapoError(f"{type(module).__name__} is not scheduled; call sync() on its schedule")
+    assert state is not None, "a sync has created it"
     return state.group.group
 
 

@@ -150,11 +150,6 @@ class LinearWithDropout(nn.Linear):
     use_torchscript
         Run the bias addition and the dropout by TorchScript.
 
-    Raises
-    ------
-    ValueError
-        If `p` is not a probability.
-
     Examples
     --------
     >>> layer = LinearWithDropout(4, 3, p=0.5).eval()
@@ -175,8 +170,6 @@ class LinearWithDropout(nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        if not 0 <= p <= 1:
-            raise ValueError(f"LinearWithDropout: p is {p}; pass a probability from 0 to 1")
         self.p, self.inplace, self.use_torchscript = p, inplace, use_torchscript
 
     def forward(self, input: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ def linear_cross_entropy(
     Raises
     ------
     ValueError
-        If shapes do not match, or `chunk` is not positive.
+        If the labels do not match the states.
     IndexError
         On CPU, for a label without exactly one row on all ranks. On other devices the loss is nan.
 
@@ -102,7 +102,7 @@ def linear_cross_entropy(
     True
     """
     chunk = _CHUNK.get(hidden.device.type, _CHUNK_ELSEWHERE) if chunk is None else chunk
-    _check_operands(hidden, weight, labels, bias, chunk)
+    check_shapes("linear_cross_entropy", hidden, labels)
     check_smoothing("linear_cross_entropy", label_smoothing)
     start = start if has_others(group) else 0
     # Read here: inside an autograd function, the grad mode is always off.
@@ -115,30 +115,6 @@ def linear_cross_entropy(
             bias = None if bias is None else bias.to(dtype)
         total = LinearLoss.apply(hidden, weight, bias, labels, settings)
     return cast(Tensor, total)
-
-
-def _check_operands(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, chunk: int
-) -> None:
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"linear_cross_entropy: hidden of shape {tuple(hidden.shape)} and weight of shape "
-            f"{tuple(weight.shape)} do not match; pass (tokens, features) and (vocabulary, "
-            "features)"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"linear_cross_entropy: bias of shape {tuple(bias.shape)} does not match weight of "
-            f"shape {tuple(weight.shape)}; pass one value per row, sharded like the rows"
-        )
-    check_shapes("linear_cross_entropy", hidden, labels)
-    if not len(weight):
-        raise ValueError(
-            f"linear_cross_entropy: weight of shape {tuple(weight.shape)} has no row on this "
-            "rank; shard the vocabulary over fewer ranks"
-        )
-    if chunk < 1:
-        raise ValueError(f"linear_cross_entropy: chunk is {chunk}; pass 1 token or more")
 
 
 @contextmanager

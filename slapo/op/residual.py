@@ -81,8 +81,6 @@ def dropout_add_norm(
         raise ValueError(
             f"dropout_add_norm: unknown backend {backend!r}; pass one of {list(_BACKENDS)}"
         )
-    if not 0 <= p <= 1:
-        raise ValueError(f"dropout_add_norm: p is {p}; pass a probability from 0 to 1")
     if x.dim() == 0 or x.shape != residual.shape:
         raise ValueError(
             f"dropout_add_norm: x has shape {tuple(x.shape)} and residual "

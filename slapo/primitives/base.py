@@ -74,23 +74,16 @@ _BUILTIN: set[str] = set()
 _RESERVED: set[str] = set()
 
 
-def register_primitive(*args: Any) -> Callable[[type[T]], type[T]]:
+def register_primitive() -> Callable[[type[T]], type[T]]:
     """Add a :class:`Primitive` to every schedule as a method; used as a class decorator.
 
     Raises
     ------
     TypeError
-        If the class is not a ``Primitive``, has no static ``name`` or ``apply``, or the parentheses
-        are missing.
+        If the class is not a ``Primitive``.
     ValueError
-        If the name is taken or is not an identifier.
+        If the name is taken.
     """
-    if args:
-        given = getattr(args[0], "__name__", args[0])
-        raise TypeError(
-            f"register_primitive takes no arguments, got {given}; write "
-            "@slapo.register_primitive(), with parentheses, above the class"
-        )
 
     def register(cls: type[T]) -> type[T]:
         given: Any = cls
@@ -100,12 +93,7 @@ def register_primitive(*args: Any) -> Callable[[type[T]], type[T]]:
                 f"register_primitive: got {shown}, which is not a class derived from "
                 "slapo.Primitive; derive it from that"
             )
-        name = _name_of(given)
-        if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
-            raise ValueError(
-                f"register_primitive: {name!r} cannot be the name of a method; choose an "
-                "identifier without a leading underscore"
-            )
+        name = given.name()
         if name in _REGISTRY or name in _RESERVED:
             taken = _REGISTRY.get(name)
             by = f"by {taken.__name__}" if taken else "by an attribute of Schedule"
@@ -114,22 +102,6 @@ def register_primitive(*args: Any) -> Callable[[type[T]], type[T]]:
         return cls
 
     return register
-
-
-def _name_of(cls: type[Primitive]) -> Any:
-    for method in ("name", "apply"):
-        if getattr(cls, method) is getattr(Primitive, method):
-            raise TypeError(
-                f"register_primitive: got {cls.__name__}, which defines no {method}(); add "
-                "it, as a static method"
-            )
-    try:
-        return cls.name()
-    except TypeError as error:
-        raise TypeError(
-            f"register_primitive: {error}; write @staticmethod above name() in {cls.__name__}, and "
-            "give it no parameters"
-        ) from None
 
 
 def register_builtin(*primitives: type[Primitive]) -> None:

@@ -15,9 +15,8 @@ from slapo.graph.rewrite.rules import MadePerText, Pick, carry_out
 from slapo.node import Node
 from slapo.op.checkpoint import CheckPointWrapper, OrderArgs
 from slapo.primitives.base import Primitive
-from slapo.primitives.subgraphs import Subgraphs, parse
-from slapo.primitives.wrapping import wrap
-from slapo.wrapper import ModuleWrapper
+from slapo.primitives.subgraphs import Subgraphs, parse_one
+from slapo.primitives.wrapping import check_not_wrapped, wrap
 
 
 class CheckpointPrimitive(Primitive, name="checkpoint"):
@@ -71,30 +70,17 @@ class CheckpointPrimitive(Primitive, name="checkpoint"):
         use_reentrant: bool = False,
     ) -> Node:
         if subgraph is None:
-            _check_not_wrapped(sch)
+            check_not_wrapped(sch, CheckPointWrapper)
             wrap(sch, CheckPointWrapper(sch.mod, order_args_fn, use_reentrant))
         else:
-            _checkpoint_subgraph(parse(sch, subgraph, "subgraph"), order_args_fn, use_reentrant)
+            _checkpoint_subgraph(parse_one(sch, subgraph), order_args_fn, use_reentrant)
         sch.metadata.primitives["checkpoint"]["enabled"] = True
         return sch
-
-
-def _check_not_wrapped(sch: Node) -> None:
-    module = sch.mod
-    while isinstance(module, ModuleWrapper):
-        if isinstance(module, CheckPointWrapper):
-            raise ValueError("the module is checkpointed already; leave the second call out")
-        module = module.mod
 
 
 def _checkpoint_subgraph(
     subgraphs: Subgraphs, order_args_fn: OrderArgs | None, use_reentrant: bool
 ) -> None:
-    if len(subgraphs.chains) != 1:
-        raise ValueError(
-            f"one subgraph can be checkpointed at a time, got {len(subgraphs.chains)}; "
-            "checkpoint each of them"
-        )
     (chain,), (pick,) = subgraphs.chains, subgraphs.picks or (None,)
     rule = Checkpoint(subgraphs.gm, chain, order_args_fn, use_reentrant, pick)
     # The checkpointed operations still use these modules by name, so the modules must not move.

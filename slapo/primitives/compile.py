@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from slapo.node import Node
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import check_called, check_runs
-from slapo.wrapper import innermost
 
 
 class CompilePrimitive(Primitive, name="compile"):
@@ -27,7 +24,7 @@ class CompilePrimitive(Primitive, name="compile"):
     Raises
     ------
     ValueError
-        If the module is compiled already, by this primitive or by TorchScript, or has no forward.
+        If the module has no forward.
 
     Examples
     --------
@@ -48,14 +45,6 @@ class CompilePrimitive(Primitive, name="compile"):
     ) -> Node:
         check_runs(sch)
         check_called(sch)
-        kind = type(innermost(sch.mod)).__name__
-        if isinstance(innermost(sch.mod), torch.jit.ScriptModule):
-            raise ValueError(f"{kind} is compiled by TorchScript; leave this call out")
-        if sch.mod._compiled_call_impl is not None:
-            raise ValueError(f"{kind} is compiled already; leave the second call out")
-        known = torch.compiler.list_backends(exclude_tags=())
-        if backend not in known:
-            raise ValueError(f"torch.compile has no backend {backend!r}; pass one of {known}")
         # Module.compile() compiles __call__ with all hooks, in place. torch.compile() would return
         # a wrapper with other names.
         sch.mod.compile(fullgraph=fullgraph, dynamic=dynamic, backend=backend, mode=mode)

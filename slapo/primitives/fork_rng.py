@@ -5,8 +5,7 @@ from __future__ import annotations
 from slapo.node import Node
 from slapo.op.checkpoint import ForkRNGWrapper
 from slapo.primitives.base import Primitive
-from slapo.primitives.wrapping import wrap
-from slapo.wrapper import ModuleWrapper
+from slapo.primitives.wrapping import check_not_wrapped, wrap
 
 
 class ForkRNGPrimitive(Primitive, name="fork_rng"):
@@ -34,13 +33,7 @@ class ForkRNGPrimitive(Primitive, name="fork_rng"):
 
     @staticmethod
     def apply(sch: Node, /) -> Node:
-        module = sch.mod
-        while isinstance(module, ModuleWrapper):
-            if isinstance(module, ForkRNGWrapper):
-                raise ValueError(
-                    "the module's forward is under fork_rng already; leave the second call out"
-                )
-            module = module.mod
+        check_not_wrapped(sch, ForkRNGWrapper)
         wrap(sch, ForkRNGWrapper(sch.mod))
         sch.metadata.primitives["fork_rng"]["enabled"] = True
         return sch

@@ -8,7 +8,7 @@ from slapo.graph.fuse.fusion import Fuse
 from slapo.node import Node
 from slapo.primitives.base import Primitive
 from slapo.primitives.replace import rewrite_subgraphs
-from slapo.primitives.subgraphs import check_hooks, parse
+from slapo.primitives.subgraphs import check_hooks, parse_one
 
 
 class FusePrimitive(Primitive, name="fuse"):
@@ -60,12 +60,7 @@ class FusePrimitive(Primitive, name="fuse"):
         compiler: Literal["TorchScript", "inductor"] | None = "TorchScript",
         name: str = "FusedModule",
     ) -> Node:
-        subgraphs = parse(sch, subgraph, "subgraph")
-        if len(subgraphs.chains) != 1:
-            raise ValueError(
-                f"one subgraph can be fused at a time, got {len(subgraphs.chains)}; fuse each of "
-                "them, or replace() them horizontally with a module of your own"
-            )
+        subgraphs = parse_one(sch, subgraph)
         check_hooks(subgraphs, keeps_hooks=True, scripted=compiler == "TorchScript")
         rule = Fuse(subgraphs.gm, subgraphs.chains[0], compiler, name, subgraphs.picks[0])
         rewrite_subgraphs(rule, rule.made, subgraphs)

@@ -62,19 +62,15 @@ def parse(sch: Node, target_ops: Any, argument: str = "target_ops") -> Subgraphs
     (parent,) = parents
     owner = sch[parent] if parent else sch
     gm = innermost(owner.mod)
-    if not isinstance(gm, fx.GraphModule):
-        raise ValueError(
-            f"{owner.where} is not traced (anymore): a result of find() belongs to the node that "
-            f"it was called on; call find() again on {spelled(sch.path)}"
-        )
     # fx nodes are ordered by their place in the graph, whatever the order of the match.
     chains = [sorted(dict.fromkeys(node for _, node in group)) for group in groups]
-    for node in (node for chain in chains for node in chain):
-        if node.graph is not gm.graph or node._erased:
-            raise ValueError(
-                f"node {node.name!r} is not in the graph (anymore); call find() again after a "
-                "rewrite or trace"
-            )
+    if not isinstance(gm, fx.GraphModule) or any(
+        node.graph is not gm.graph or node._erased for chain in chains for node in chain
+    ):
+        raise ValueError(
+            f"{argument} is not in the graph of {owner.where} (anymore); call find() again on "
+            f"{spelled(sch.path)}, after each rewrite or trace"
+        )
     picks = [_pick(group) for group in groups]
     bindings = [group.bindings if pick else {} for group, pick in zip(groups, picks, strict=True)]
     return Subgraphs(owner, gm, chains, single, bindings, picks)
@@ -87,25 +83,30 @@ def _pick(group: Any) -> Pick | None:
     return None
 
 
+def parse_one(sch: Node, subgraph: Any) -> Subgraphs:
+    """Parse the argument of a primitive that rewrites one subgraph at a time."""
+    subgraphs = parse(sch, subgraph, "subgraph")
+    if len(subgraphs.chains) != 1:
+        raise ValueError(f"pass one subgraph at a time, got {len(subgraphs.chains)}")
+    return subgraphs
+
+
 def _groups(sch: Node, target_ops: Any, argument: str) -> list[Any]:
     if is_pair(target_ops):
         return [[target_ops]]
-    if not isinstance(target_ops, (list, tuple)):
-        raise TypeError(
-            f"{argument} must be a result of find() or find_node(), got "
-            f"{type(target_ops).__name__}; pass {_as_search(sch, target_ops)}"
-        )
-    if not target_ops:
-        why = getattr(target_ops, "why", "")  # reason reported by find(), if any
-        raise ValueError(f"{argument} is empty: the pattern matched nothing{why and f'; {why}'}")
-    groups = [target_ops] if all(map(is_pair, target_ops)) else list(target_ops)
-    for group in groups:
-        if not isinstance(group, (list, tuple)) or not group or not all(map(is_pair, group)):
-            raise TypeError(
-                f"{argument} must be a (parent_path, node) pair, a list of those, or a list of "
-                f"such lists, got {target_ops!r}"
+    if isinstance(target_ops, (list, tuple)):
+        if not target_ops:
+            why = getattr(target_ops, "why", "")  # reason reported by find(), if any
+            raise ValueError(
+                f"{argument} is empty: the pattern matched nothing{why and f'; {why}'}"
             )
-    return groups
+        groups = [target_ops] if all(map(is_pair, target_ops)) else list(target_ops)
+        if all(isinstance(group, (list, tuple)) and all(map(is_pair, group)) for group in groups):
+            return groups
+    raise TypeError(
+        f"{argument} must be a result of find() or find_node(), got "
+        f"{type(target_ops).__name__}; pass {_as_search(sch, target_ops)}"
+    )
 
 
 def _as_search(sch: Node, given: Any) -> str:
@@ -124,16 +125,14 @@ def check_hooks(subgraphs: Subgraphs, keeps_hooks: bool, scripted: bool = False)
             module = subgraphs.gm.get_submodule(str(node.target))
             keeps = keeps_hooks and not side_by_side
             lost = _lost(module, keeps and node is chain[0], keeps and node is chain[-1])
+            if scripted and has_backward_hooks(module):
+                lost = ["bwd_post"]
             if lost:
                 raise RuntimeError(
                     f"hooks {lost} of {node.target!r} would be lost: only pre-forward and backward "
                     "hooks of the first module of a chain and post-forward hooks of the last can "
-                    "move to the module that replaces it; add hooks after the rewrite"
-                )
-            if scripted and has_backward_hooks(module):
-                raise RuntimeError(
-                    f"hooks ['bwd_post'] of {node.target!r} cannot move: a ScriptModule runs no "
-                    "backward hooks; use fuse(..., compiler=None) or a module that is not scripted"
+                    "move to the module that replaces it, and no backward hooks to a ScriptModule; "
+                    "add hooks after the rewrite"
                 )
 
 

@@ -244,10 +244,6 @@ class TraceUntilPrimitive(Primitive, name="trace_until"):
 def _check_leaves(module: nn.Module, leaf_modules: Collection[str]) -> None:
     if not leaf_modules:
         return
-    given: Collection[Any] = leaf_modules
-    names = [each.__name__ for each in given if isinstance(each, type)]
-    if names:
-        raise TypeError(f"leaf_modules takes names of classes, or paths; pass {names}")
     named = {path: type(innermost(m)).__name__ for path, m in module.named_modules()}
     unknown = [name for name in leaf_modules if name not in named and name not in named.values()]
     if unknown:

@@ -34,6 +34,15 @@ def wrap(sch: Node, wrapper: ModuleWrapper) -> None:
     sch.set_module(wrapper)
 
 
+def check_not_wrapped(sch: Node, cls: type[ModuleWrapper]) -> None:
+    """Raise if the module has a wrapper of this class already."""
+    module = sch.mod
+    while isinstance(module, ModuleWrapper):
+        if isinstance(module, cls):
+            raise ValueError(f"it is in a {cls.__name__} already; leave the second call out")
+        module = module.mod
+
+
 def check_runs(sch: Node) -> None:
     """Raise for a container: it is never called, so its forward cannot be wrapped."""
     module = innermost(sch.mod)
@@ -94,10 +103,7 @@ def check_module(
     if isinstance(value, Node):
         remedy = "pass its module, .mod"
     if isinstance(value, type) and issubclass(value, nn.Module):
-        raise TypeError(
-            f"{what} must be an nn.Module, got the class {value.__name__}; pass an instance of it, "
-            f"such as {value.__name__}(...)"
-        )
+        remedy = f"pass an instance of it, such as {value.__name__}(...)"
     if not isinstance(value, nn.Module):
         raise TypeError(f"{what} must be an nn.Module, got {describe(value)}; {remedy}")
     return value

@@ -211,8 +211,7 @@ def neighbors(group: dist.ProcessGroup, count: int) -> dist.ProcessGroup:
 def group_of_one() -> dist.ProcessGroup:
     """A group of this rank alone."""
     world = dist.group.WORLD
-    if world is None:
-        raise SlapoError("torch.distributed is not initialized; call slapo.init_mesh first")
+    assert world is not None, "the mesh has initialized it"
     return neighbors(world, 1)
 
 

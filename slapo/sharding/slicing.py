@@ -146,8 +146,6 @@ def make_spec(shape: torch.Size, cut: Cut, rank: int, world_size: int) -> ShardS
 
 def _copies(blocks: tuple[int, ...], parts: int, world_size: int) -> int:
     """Number of ranks that hold each part, with at most `parts` parts, such as heads."""
-    if parts < 1:
-        raise ValueError(f"parts is {parts}; pass a number of heads, 1 or more")
     bad = [size for size in blocks if size % parts]
     if bad:
         raise ValueError(
@@ -184,8 +182,6 @@ def _block_sizes(size: int, blocks: int | Sequence[int]) -> tuple[int, ...]:
                 "or the sizes of the blocks"
             )
         return (size // blocks,) * blocks
-    if not all(isinstance(block, int) for block in blocks):
-        raise TypeError(f"blocks are {blocks!r}; pass sizes that are integers")
     if sum(blocks) != size or min(blocks, default=0) < 1:
         raise ValueError(
             f"block sizes {list(blocks)} do not add up to {size}; pass the size of every block"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,23 +177,10 @@ def make_sync_op(mode: str, name: str, group: GroupHandle, arguments: Mapping[st
             "pass axis=-1 for features"
         )
     given = dict(arguments)
-    total = given.get("total")
-    if total is not None and (type(total) is not int or total < 1):
-        raise TypeError(
-            f"total is {total!r}; pass the size of the whole along the axis, an integer"
-        )
-    if given.get("argument") is not None:
-        given["argument"] = _names(given["argument"])
+    names = given.get("argument")
+    if names is not None:
+        given["argument"] = (names,) if isinstance(names, str) else tuple(names)
     return SyncOp(name, group, **given)
-
-
-def _names(argument: Any) -> tuple[str, ...]:
-    names = (argument,) if isinstance(argument, str) else argument
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f"argument is {argument!r}; pass the name of an input of the module, or several"
-        )
-    return tuple(names)
 
 
 # --- contradictions ------------------------------------------------------------------------------

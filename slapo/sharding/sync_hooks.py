@@ -19,6 +19,14 @@ from slapo.wrapper import innermost
 _TENSORS: tuple[Any, ...] = (Tensor, fx.Proxy)
 
 
+def _without_tensor(module: Any, what: str, values: tuple[Any, ...]) -> TypeError:
+    kinds = [type(value).__name__ for value in values]
+    return TypeError(
+        f"sync on {type(module).__name__}: {what} has no tensor, in {kinds}; put the sync on the "
+        "module that takes or creates the tensor, or pass a hook function"
+    )
+
+
 class SyncHook:
     """A hook of this library, with its function and mode; copies and pickles keep it."""
 
@@ -59,10 +67,7 @@ class InputHook(SyncHook):
         for index, value in enumerate(args):  # for a forward with ``*args``
             if isinstance(value, _TENSORS) and not named:
                 return (*args[:index], self._slapo_carry(value), *args[index + 1 :]), kwargs
-        raise TypeError(
-            f"sync on {type(module).__name__}: the call has no tensor argument; put the sync on "
-            "the module that takes the tensor"
-        )
+        raise _without_tensor(module, "the call", (*args, *kwargs.values()))
 
 
 class OutputHook(SyncHook):
@@ -83,10 +88,7 @@ class OutputHook(SyncHook):
                 if isinstance(value, _TENSORS):
                     new = [*output[:index], self._slapo_carry(value), *output[index + 1 :]]
                     return _rebuilt(output, new)
-        raise TypeError(
-            f"sync on {type(module).__name__}: the output is a {type(output).__name__} without a "
-            "tensor; put the sync on the module that creates the tensor, or pass a hook function"
-        )
+        raise _without_tensor(module, "the output", (output,))
 
 
 def _rebuilt(like: Any, items: list[Any]) -> Any:
@@ -128,11 +130,7 @@ class GradientHook(SyncHook):
             new_args = tuple(_mapped(value, passed) for value in args)
             new_kwargs = {key: _mapped(value, passed) for key, value in kwargs.items()}
             if (args or kwargs) and not seen and torch.is_grad_enabled():
-                raise TypeError(
-                    f"sync on {type(module).__name__}: the call has no tensor argument, in "
-                    f"{[type(value).__name__ for value in (*args, *kwargs.values())]}; put the "
-                    "sync on the module that takes the tensor"
-                )
+                raise _without_tensor(module, "the call", (*args, *kwargs.values()))
             return new_args, new_kwargs
         named = zip(input_names(innermost(module))[0], args, strict=False)
         new = [_mapped(value, passed) if name in names else value for name, value in named]

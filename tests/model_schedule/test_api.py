@@ -242,7 +242,9 @@ def test_command_without_transformers(
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["recipes", "llama"]) == 1
-    assert capsys.readouterr().err.startswith("the table of a recipe needs transformers: pip")
+    assert capsys.readouterr().err.startswith(
+        "the table of a recipe needs the package transformers"
+    )
 
 
 @pytest.mark.parametrize("key", recipe_keys())

@@ -105,7 +105,7 @@ def test_the_size_of_an_argument_is_a_share() -> None:
     for each in (part, copy.deepcopy(part), pickle.loads(pickle.dumps(part))):
         assert each(x, y) == each(y=y, x=x) == shares
     assert torch.compile(part, backend="eager")(x, y) == shares
-    assert vars(part.mod).keys() == vars(Sizes()).keys()
+    assert not {"argument", "axis", "ranks"} & vars(part.mod).keys()
     sch["0"].set("y.shape[0]")
     assert part is not sch["0"].mod
     assert sch["0"].mod(x, y)[3] == (2, 6)

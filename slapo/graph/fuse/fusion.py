@@ -56,11 +56,6 @@ class Fuse(MadePerText):
         name: str = "FusedModule",
         pick: Pick | None = None,
     ) -> None:
-        if any(isinstance(node, (list, tuple)) for node in chain):
-            raise ValueError(
-                f"fuse takes one subgraph, got {len(chain)}; fuse them one by one, or replace them "
-                "horizontally with a module of your own"
-            )
         self.compiler, self.paths = compiler, dict[str, str]()
         calls = [node for node in chain if getattr(node, "op", "") != "get_attr"]
         # Lookups of parameters become inputs of the module, so that the traced module still owns

@@ -204,11 +204,6 @@ def read_question(regex_or_predicate: str | Callable[[fx.Node], bool]) -> Questi
     """Compile a regular expression or return a function unchanged; TypeError for others."""
     if isinstance(regex_or_predicate, str):
         return compile_name(regex_or_predicate)
-    if not callable(regex_or_predicate):
-        raise TypeError(
-            "find_node takes a regular expression or a function of a node, "
-            f"got {regex_or_predicate!r}"
-        )
     return regex_or_predicate
 
 

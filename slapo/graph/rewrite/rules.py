@@ -63,7 +63,7 @@ class Rule:
         self.inside = module.name if isinstance(module, SubgraphView) else ""
         self.number = len(rules_of(home_of(module)))
         self.picks: list[Pick] = []
-        chains = [in_order(module.graph, chain) for chain in chains]
+        chains = [in_order(chain) for chain in chains]
         known = list(bindings) or [{}] * len(chains)
         for k, pick in enumerate(picks or [None] * len(chains)):
             # Operations picked by hand have no search, and later captures need one to find them
@@ -279,8 +279,7 @@ def carry_out(module: fx.GraphModule, rule: Rule, keep_modules: bool = False) ->
     Submodules that neither the graph nor a part moved out of it uses any more are removed.
     """
     plan, home = rule.plan, home_of(module)
-    if plan is None:
-        raise ValueError(f"{rule} was applied already; create a new rule")
+    assert plan is not None, "a rule is applied once"
     called = [str(node.target) for node in plan.nodes if node.op == "call_module"]
     rewrite(home, rule)
     if called and not keep_modules:

@@ -69,29 +69,37 @@ def module_path(source: str) -> str:
 
 def checked(target: Any) -> Any:
     """Return the target for the graph, or raise if a graph cannot hold it."""
-    origin = getattr(target, "_origin", None)
     # Dynamo calls an ``autograd.Function`` through this wrapper, whose closure holds the class.
+    origin = getattr(target, "_origin", None)
     if getattr(origin, "__name__", "") == "produce_trampoline_autograd_apply":
         function = target.__closure__[0].cell_contents
-        if issubclass(function, CheckpointFunction):
-            raise TraceError(_CHECKPOINT_REFUSED)
-        return FunctionApply(function)
+        if not issubclass(function, CheckpointFunction):
+            return FunctionApply(function)
+        target = function
+    reason = _reason_against(target)
+    if reason:
+        raise TraceError(reason)
+    return target
+
+
+def _reason_against(target: Any) -> str | None:
     name = str(getattr(target, "__name__", target))
     home = getattr(target, "__module__", None) or ""
     if name in _TRACELESS:
-        raise TraceError(f"the forward {_TRACELESS[name]}; make the module a leaf")
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        if "checkpoint" in name:
-            raise TraceError(_CHECKPOINT_REFUSED)
-        raise TraceError(f"the forward uses {name}, which a graph cannot hold; make it a leaf")
+        return f"the forward {_TRACELESS[name]}; make the module a leaf"
+    is_higher_order = isinstance(target, torch._ops.HigherOrderOperator)
+    if target is CheckpointFunction or (is_higher_order and "checkpoint" in name):
+        return _CHECKPOINT_REFUSED
+    if is_higher_order:
+        return f"the forward uses {name}, which a graph cannot hold; make it a leaf"
     if "_vmap_" in name or home.startswith("torch._functorch"):
         # An error between a level's two calls would leave it open for the rest of the process.
-        raise TraceError(f"the forward uses torch.func ({name}), which needs a leaf; {_REMEDY}")
+        return f"the forward uses torch.func ({name}), which needs a leaf; {_REMEDY}"
     if home.startswith("torch.distributed") or "c10d" in str(target):
-        raise TraceError(_COLLECTIVE_REFUSED.format(name))
+        return _COLLECTIVE_REFUSED.format(name)
     if home in ("torch.random", "torch.cuda.random") or _is_numpys(target):
-        raise TraceError(_RANDOM_REASON)
-    return target
+        return _RANDOM_REASON
+    return None
 
 
 def _is_numpys(target: Any) -> bool:
