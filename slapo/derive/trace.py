@@ -21,7 +21,7 @@ from slapo.derive.sizes import Counted, Formula, Key, SizeUse, counted_attribute
 from slapo.graph.trace.leaves import attributes_kept, is_torch_leaf
 from slapo.history import contains
 from slapo.random import states_kept
-from slapo.sharding.numbers import SIZES
+from slapo.sharding.sync_hooks import SIZES
 from slapo.utils.outputs import tensors_in as tensors_of_output
 from slapo.verify.placement.call import memory_of, name_of, run, tensors_in
 from slapo.verify.placement.fake_parameters import FakeParameters, standing_in

@@ -104,8 +104,11 @@ def words_of(text: str) -> list[Word]:
     >>> [word.name for word in words_of("columns(num_heads*head_dim, 8), sum")]
     ['columns', 'sum']
     """
-    # Words have the syntax of Python's calls, so its parser gives nested arguments and errors.
-    found = ast.parse(f"[{text}]", mode="eval").body.elts  # type: ignore[attr-defined]
+    try:
+        # Words have the syntax of Python's calls, so its parser gives nested arguments and errors.
+        found = ast.parse(f"[{text}]", mode="eval").body.elts  # type: ignore[attr-defined]
+    except SyntaxError as error:
+        raise ValueError(f"{text!r} is not a list of words: {error.msg}") from None
     words: list[Word] = []
     for each in found:
         call = each if isinstance(each, ast.Call) else ast.Call(each, [], [])

@@ -13,10 +13,9 @@ from slapo.graph.trace.module import Traced, origin_of
 from slapo.node import Node
 from slapo.primitives.base import Primitive
 from slapo.primitives.wrapping import check_called, wrap
-from slapo.sharding.numbers import LocalSize
 from slapo.sharding.rules import tensor_of_size
-from slapo.sharding.sync_hooks import input_names
-from slapo.wrapper import innermost, with_wrapped
+from slapo.sharding.sync_hooks import LocalSize, input_names
+from slapo.wrapper import innermost, replace_innermost, with_wrapped
 
 #: A size that a forward reads off an argument.
 SIZE = re.compile(r"(\w+)\.shape\[(-?\d+)\]")
@@ -109,7 +108,12 @@ def _share_size(sch: Node, argument: str, axis: int) -> None:
     for module in with_wrapped(sch.mod):
         if isinstance(module, LocalSize) and (module.argument, module.axis) == (argument, axis):
             raise ValueError("this size is a rank's share already; leave the second call out")
-    wrap(sch, LocalSize(sch.mod, argument, axis, sch.world_size))
+    bare = innermost(sch.mod)
+    made = LocalSize(bare, argument, axis, sch.world_size)
+    if bare is sch.mod:
+        wrap(sch, made)
+    else:  # within the others: a recomputation reads the same sizes
+        sch.set_module(replace_innermost(sch.mod, made))
 
 
 def _one_of(name: str, value: Any, whole: Any, world_size: int) -> Any:

@@ -324,8 +324,8 @@ def reshard(tensor: Tensor, spec: str, group: dist.ProcessGroup | None = None) -
     Raises
     ------
     ValueError
-        If ``spec`` is invalid, the tensor lacks a dimension to slice, or the number of ranks does
-        not divide its size.
+        If ``spec`` is invalid, the tensor has fewer than two dimensions, or the number of ranks
+        does not divide the size of the dimension to slice.
 
     Examples
     --------
@@ -333,6 +333,11 @@ def reshard(tensor: Tensor, spec: str, group: dist.ProcessGroup | None = None) -
     torch.Size([2, 3])
     """
     source, target = parse_reshard(spec)
+    if tensor.dim() < 2:
+        raise ValueError(
+            f"reshard {spec!r} needs a tensor of two dimensions or more, "
+            f"not one of shape {tuple(tensor.shape)}"
+        )
     if source == "RR":
         return scatter(tensor, group, sharded_axis(target))
     if target == "RR":

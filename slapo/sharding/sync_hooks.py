@@ -1,4 +1,7 @@
-"""Collectives of a schedule as module hooks; copies and pickles keep them."""
+"""What a schedule does around a forward: collectives, as hooks, and sizes of arguments.
+
+Copies and pickles keep it.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Size, Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 
 from slapo.sharding.sync import SyncOp
-from slapo.wrapper import innermost
+from slapo.wrapper import ModuleWrapper, innermost
 
 #: Tensors, and their proxies during torch.fx tracing.
 _TENSORS: tuple[Any, ...] = (Tensor, fx.Proxy)
+#: What reads the sizes of a tensor.
+SIZES = (Tensor.size, Tensor.shape.__get__)  # type: ignore[attr-defined]
 
 
 def _without_tensor(module: Any, what: str, values: tuple[Any, ...]) -> TypeError:
@@ -176,3 +182,67 @@ def _names_of(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str,
 
 
 _cached_names = functools.lru_cache(maxsize=256)(_names_of)
+
+
+# --- sizes of arguments --------------------------------------------------------------------------
+class LocalSize(ModuleWrapper):
+    """Runs a module that reads one size of an argument as this rank's share of it.
+
+    ``batch, length, width = x.shape`` is the size of the full hidden states; views of sharded
+    projections need the width on this rank.
+    """
+
+    argument: str
+    axis: int
+    ranks: int
+
+    def __init__(self, mod: nn.Module, argument: str, axis: int, ranks: int) -> None:
+        super().__init__(mod)
+        self.__dict__.update(argument=argument, axis=axis, ranks=ranks)  # not of the module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        names = input_names(innermost(self.mod))[0]
+        tensor = {**dict(zip(names, args, strict=False)), **kwargs}.get(self.argument)
+        if not isinstance(tensor, Tensor):  # an argument that was left out
+            return self.mod(*args, **kwargs)
+        # Dynamo reads `x.shape` without asking modes.
+        run = torch.compiler.disable(_run) if torch.compiler.is_compiling() else _run
+        return run(self.mod, _Share(tensor, self.axis, self.ranks), args, kwargs)
+
+
+def _run(mod: nn.Module, share: TorchFunctionMode, args: Any, kwargs: dict[str, Any]) -> Any:
+    with share:
+        return mod(*args, **kwargs)
+
+
+class _Share(TorchFunctionMode):
+    """Divides one size of a tensor where Python reads it."""
+
+    def __init__(self, tensor: Tensor, axis: int, ranks: int) -> None:
+        super().__init__()
+        if not -tensor.dim() <= axis < tensor.dim():
+            raise IndexError(
+                f"an input of shape {tuple(tensor.shape)} has no axis {axis}; set another one"
+            )
+        self.tensor, self.axis, self.ranks = tensor, axis % tensor.dim(), ranks
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func not in SIZES or args[0] is not self.tensor:
+            return out
+        if isinstance(out, Size):
+            sizes = list(out)
+            sizes[self.axis] = self._share(sizes[self.axis])
+            return Size(sizes)
+        axis = args[1] if len(args) > 1 else (kwargs or {})["dim"]
+        return self._share(out) if axis % self.tensor.dim() == self.axis else out
+
+    def _share(self, size: int) -> int:
+        if size % self.ranks:
+            raise ValueError(
+                f"axis {self.axis} of an input of shape {tuple(self.tensor.shape)} is not "
+                f"divisible by {self.ranks} ranks; use a number of ranks that divides it"
+            )
+        return size // self.ranks

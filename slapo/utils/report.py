@@ -175,6 +175,11 @@ def _accelerator(device: torch.device | str | int | None) -> torch.device | None
     chosen = current if device is None else torch.device(device)
     if chosen is None or chosen.type in ("cpu", "meta"):
         return None
+    if current is None or chosen.type != current.type:
+        raise ValueError(
+            f"report_memory: there is no device {chosen} here, the accelerator is {current}; "
+            f"pass one of its devices, or None for the current one"
+        )
     if chosen == torch.device(chosen.type):
         return torch.device(chosen.type, torch.accelerator.current_device_index())
     return chosen

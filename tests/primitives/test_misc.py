@@ -107,10 +107,28 @@ def test_the_size_of_an_argument_is_a_share() -> None:
     assert torch.compile(part, backend="eager")(x, y) == shares
     assert not {"argument", "axis", "ranks"} & vars(part.mod).keys()
     sch["0"].set("y.shape[0]")
-    assert part is not sch["0"].mod
     assert sch["0"].mod(x, y)[3] == (2, 6)
     with pytest.raises(ValueError, match=r"axis 0 .* of shape \(5, 6\) is not divisible"):
         sch["0"].mod(x, torch.ones(5, 6))
+    sch["0"].set("x.shape[3]")
+    with pytest.raises(IndexError, match="has no axis 3"):
+        sch["0"].mod(x, y)
+
+
+class Views(nn.Linear):
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return super().forward(x).view(*x.shape)
+
+
+@pytest.mark.parametrize("names", [("checkpoint", "set"), ("set", "checkpoint")])
+def test_a_recomputation_reads_the_same_sizes(names: tuple[str, str]) -> None:
+    with fake_world(2):
+        sch = slapo.create_schedule(nn.Sequential(Views(6, 3)), group=dist.group.WORLD)
+    for name in names:
+        getattr(sch["0"], name)(*(["x.shape[-1]"] if name == "set" else []))
+    sch["0"].set("residual.shape[-1]")  # which is left out
+    sch.mod(torch.ones(2, 6)).sum().backward()
+    assert sch["0"].mod.weight.grad.abs().sum() > 0
 
 
 # --- compile -------------------------------------------------------------------------------------

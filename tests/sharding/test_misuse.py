@@ -166,7 +166,7 @@ def inputs_in_objects_and_by_keyword(rank: int, world: int) -> None:
         sch.sync("bwd_post", "all_reduce")
         slapo.build(sch)
         if wrap is Opaque:
-            text = r"the call has no tensor argument, in \['Opaque'\]; put the sync on"
+            text = r"the call has no tensor, in \['Opaque'\]; put the sync on"
             with pytest.raises(TypeError, match=text):
                 model(wrap(x))
             continue

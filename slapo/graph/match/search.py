@@ -82,7 +82,12 @@ def find_subgraphs(
     taken: set[fx.Node] = set()
     matches = []
     for candidate in candidates:
-        found = _Unification(steps, index, taken).run(anchor, candidate)
+        try:
+            found = _Unification(steps, index, taken).run(anchor, candidate)
+        except RecursionError:
+            raise ValueError(
+                f"the pattern is too long ({len(steps)} operations); find a part of it"
+            ) from None
         if found is not None:
             taken.update(() if overlapping else found)
             matches.append(found)

@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slapo.node import Numbers
 from slapo.pipeline.pipelined import unstaged
-from slapo.sharding.numbers import LocalSize
 from slapo.sharding.state import sharding_of
+from slapo.sharding.sync_hooks import LocalSize
 from slapo.sharding.tags import apply_tags, new_parameter
 from slapo.verify.placement.place import WHOLE, Origin, Place, of_spec, put_place, sliced
 from slapo.weights.slots import Slot, compiled_parameters, exchanged, slots
