@@ -79,7 +79,9 @@ class SetPrimitive(Primitive, name="set"):
 
     @staticmethod
     def apply(sch: Node, /, name: str, value: Any = _NONE, whole: Any = None) -> Node:
-        if (size := SIZE.fullmatch(str(name))) and value is _NONE and whole is None:
+        if size := SIZE.fullmatch(str(name)):
+            if value is not _NONE or whole is not None:
+                raise TypeError(f"{name!r} is a share of what it is at each call; pass no value")
             _share_size(sch, size[1], int(size[2]))
             return sch
         value = _one_of(name, value, whole, sch.world_size)
