@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from slapo.autotune.space import Point, Refused, TuneError, configured, point_key, source_of
 from slapo.autotune.trial import NOT_RUN, RUN, Prediction, Trial
 from slapo.autotune.values import finite_number
-from slapo.errors import MissingPackageError, SlapoError
+from slapo.errors import SlapoError, import_package
 
 if TYPE_CHECKING:
     import optuna
@@ -108,13 +108,7 @@ class Database:
 # --- the study -----------------------------------------------------------------------------------
 def import_optuna() -> Any:
     """Import optuna, or raise a clear error."""
-    try:
-        import optuna
-    except ImportError:
-        raise MissingPackageError(
-            "the tuner needs optuna; install it with: pip install 'slapo[tune]'"
-        ) from None
-    return optuna
+    return import_package("optuna", "the tuner", "tune")
 
 
 def open_study(db: Path | None) -> optuna.Study:

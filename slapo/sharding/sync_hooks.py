@@ -1,7 +1,4 @@
-"""What a schedule does around a forward: collectives, as hooks, and sizes of arguments.
-
-Copies and pickles keep it.
-"""
+"""Hooks for the collectives of a schedule, and a wrapper for sizes; pickles keep them."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from slapo.wrapper import ModuleWrapper, innermost
 
 #: Tensors, and their proxies during torch.fx tracing.
 _TENSORS: tuple[Any, ...] = (Tensor, fx.Proxy)
-#: What reads the sizes of a tensor.
+#: Functions that return the sizes of a tensor.
 SIZES = (Tensor.size, Tensor.shape.__get__)  # type: ignore[attr-defined]
 
 

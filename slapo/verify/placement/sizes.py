@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
 )
-from torch.utils._python_dispatch import _disable_current_modes as modes_off
 from torch.utils._pytree import tree_leaves
 
+from slapo.graph.trace.torch_private import modes_off
 from slapo.history import contains
 from slapo.sharding.steps import Step
 from slapo.verify.placement.call import argument, name_of, run, tensors_in
