@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo.errors import SlapoError
+from slapo.example_inputs import EINOPS, config_entries
 from slapo.graph.trace.leaves import is_torch_leaf
 from slapo.graph.trace.module import inlined_in, kept_whole_in
 from slapo.history import Record, digest, spelled
@@ -38,7 +39,12 @@ Numbers = list[tuple[Callable[[], Any], dict[str, Any]]]
 def numbers_of(model: nn.Module) -> Numbers:
     """Integers, and sequences of integers, among the attributes of modules and their configs."""
     modules = list(model.modules())
-    configs = {id(c): c for m in modules if hasattr(c := vars(m).get("config"), "__dict__")}
+    attributes = [(name, value) for module in modules for name, value in vars(module).items()]
+    configs = {
+        id(value): value
+        for name, value in attributes
+        if config_entries(name, value) is not None and not isinstance(value, dict)
+    }
     found: Numbers = []
     for holder in [*modules, *configs.values()]:
         own = {name: value for name, value in vars(holder).items() if _counts(name, value)}
@@ -55,10 +61,11 @@ def _reference(holder: Any) -> Callable[[], Any]:
 
 
 def _counts(name: str, value: Any) -> bool:
-    kind = type(value)
-    if kind is int or name == "config":
-        return name[0] != "_"
-    numbers = name[0] != "_" and (kind is tuple or kind is list)
+    if name[0] == "_":
+        return name == EINOPS
+    if type(value) is int or config_entries(name, value) is not None:
+        return True
+    numbers = type(value) is tuple or type(value) is list
     return numbers and len(value) > 0 and all(type(each) is int for each in value)
 
 

@@ -91,6 +91,18 @@ def _split(axis: Axis, outer: int) -> Term:
     return axis.product
 
 
+def _stack(axis: Axis, count: int) -> bool:
+    """Make a concatenation the product of `count` and one of its equal parts, if it has these."""
+    parts = _cut_row(axis.blocks or (), [axis.size // count] * count)
+    if parts is None:
+        return False
+    for other in parts[1:]:
+        unify(parts[0], other, "a view")
+    axis.product = (Axis(count, "parts of a concatenation"), *parts[0])
+    axis.blocks = None
+    return True
+
+
 # --- unification --------------------------------------------------------------------------------
 def unify(first: Iterable[Axis], second: Iterable[Axis], why: str) -> None:
     """Unify two dimensions, or keep both replicated if their axes do not fit."""
@@ -225,9 +237,11 @@ def carve(term: Iterable[Axis], sizes: Sequence[int]) -> list[Term] | None:
             if size % axis.size == 0:
                 mine.append(left.pop(0))
                 size //= axis.size
-            elif axis.size % size == 0 and axis.blocks is None:
+            elif axis.size % size:
+                return None
+            elif axis.blocks is None:
                 _split(axis, size)
-            else:
+            elif not _stack(axis, size):
                 return None
         found.append(tuple(mine))
     return None if left else found

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from slapo.derive.axes import Axis, Chosen, axes_in, is_sharded
 from slapo.derive.trace import Node, Trace
+from slapo.sharding.partial import is_deferrable
 from slapo.verify.placement.view_rules import COPIES, REORDERS, VIEWS
 
 #: Layers that may add a bias to a partial sum: rows, where a sync adds the bias once.
@@ -95,6 +96,8 @@ class _Forward:
             return
         if begins:
             if call.is_leaf and type(call.module).__name__ in ROW_LAYERS:
+                if not is_deferrable(call.module):
+                    raise ImpossibleError(f"a forward of its own adds the bias in {path!r}", axes)
                 self.row_calls.add(id(call))
         elif id(call) not in self.row_calls:
             inputs = [number for number in node.inputs if number in self.partial]

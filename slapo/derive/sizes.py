@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,10 +27,11 @@ from slapo.derive.axes import (
     local_size,
     size_of,
 )
+from slapo.example_inputs import EINOPS, config_entries
 from slapo.sharding.rules import tensor_of_size
 
-#: Path of a module or of its config (``"h.0.config"``), and the name of the attribute. Or path of a
-#: module, and the size of an argument: ``"x.shape[-1]"``.
+#: Path of a module, and the name of an attribute, of one of its config (``"config.heads"``), or of
+#: the size of an argument: ``"x.shape[-1]"``.
 Key = tuple[str, str]
 
 _OPERATORS: dict[str, Callable[[int, int], int]] = {
@@ -69,8 +71,7 @@ class Formula:
 
     def __str__(self) -> str:
         if self.key is not None:
-            path, name = self.key
-            return f"config.{name}" if path.rpartition(".")[2] == "config" else name
+            return self.key[1]
         if not self.operator:
             return str(self.constant)
         first, second = self.operands
@@ -87,6 +88,13 @@ class Counted(int):
         self = super().__new__(cls, value)
         self.formula = formula
         return self
+
+    def __hash__(self) -> int:
+        # einops caches shapes by the values of sizes, so that one attribute's formula would stand
+        # for another's. It computes those of unhashable sizes anew.
+        if sys._getframe(1).f_globals.get("__name__") == "einops.einops":
+            raise TypeError("a size that keeps its formula is not hashable")
+        return int(self).__hash__()
 
     def __reduce__(self) -> Any:
         return int, (int(self),)
@@ -122,27 +130,34 @@ def is_of_torch(module: nn.Module) -> bool:
 
 @contextmanager
 def counted_attributes(model: nn.Module) -> Iterator[dict[Key, int]]:
-    """Make integer attributes of modules and of their config copies keep formulas in the block."""
+    """Make integer attributes of modules and of their configs keep formulas in the block."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     values: dict[Key, int] = {}
+
+    def change(attributes: dict[str, Any], name: str, value: Any) -> None:
+        before.append((attributes, name, attributes[name]))
+        attributes[name] = value
+
     for path, module in model.named_modules():
         if is_of_torch(module):
             continue  # their attributes follow their weights when these are sharded
         own = vars(module)
-        holders = [(own, path)]
-        config = own.get("config")
-        if hasattr(config, "__dict__") and not hasattr(module, "get_input_embeddings"):
-            before.append((own, "config", config))
-            # All modules share the config; in a copy, the attributes count as those of this module.
-            own["config"] = copy.copy(config)
-            holders.append((vars(own["config"]), f"{path}.config"))
-        for attributes, where in holders:
+        counted = [(own, "")]
+        for name, value in list(own.items()):
+            if config_entries(name, value) is None or hasattr(module, "get_input_embeddings"):
+                continue
+            # Modules share a config; in a copy, its entries count as those of this module.
+            change(own, name, copy.copy(value))
+            counted.append((config_entries(name, own[name]) or {}, f"{name}."))
+        for attributes, prefix in counted:
             for name, value in list(attributes.items()):
                 is_plain = type(value) is int and value > 1 and not name.startswith("_")
                 if is_plain and tensor_of_size(module, name) is None:
-                    values[where, name] = value
-                    before.append((attributes, name, value))
-                    attributes[name] = Counted(value, Formula(key=(where, name)))
+                    key = path, prefix + name
+                    values[key] = value
+                    change(attributes, name, Counted(value, Formula(key=key)))
+        if EINOPS in own:
+            change(own, EINOPS, tuple(own["axes_lengths"].items()))
     try:
         yield values
     finally:

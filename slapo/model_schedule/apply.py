@@ -238,7 +238,7 @@ class _RecipeRun:
         inputs = self.example_inputs()
         cut(self.sch, self.prefix, self.recipe.stacks, paths, self.ends(), inputs)
 
-    def example_inputs(self) -> dict[str, Any]:
+    def example_inputs(self) -> Any:
         if self.options.example_inputs is None and self.recipe.inputs is not None:
             return self.recipe.inputs(self.config)
         return inputs_for(self.sch, self.options, self.config)
@@ -260,11 +260,15 @@ class _RecipeRun:
         return chosen_cuts(cuts, [len(layers) for layers in self.layers()])
 
 
-def inputs_for(sch: Schedule, options: Options, config: Any) -> dict[str, Any]:
+def inputs_for(sch: Schedule, options: Options, config: Any) -> Any:
     """Return the given example inputs, or inputs whose tokens can be sharded over the ranks."""
     if options.example_inputs is not None:
         args, kwargs = as_call(options.example_inputs)
-        return {**inspect.signature(sch.mod.forward).bind_partial(*args).arguments, **kwargs}
+        signature = inspect.signature(sch.mod.forward)
+        kinds = {parameter.kind for parameter in signature.parameters.values()}
+        if args and inspect.Parameter.VAR_POSITIONAL in kinds:
+            return args  # they have no names
+        return {**signature.bind_partial(*args).arguments, **kwargs}
     # Sharded tokens need a multiple of the ranks. At least six tokens, so that causal attention has
     # several rows.
     length = sch.world_size * math.ceil(6 / sch.world_size)

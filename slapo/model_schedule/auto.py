@@ -64,7 +64,8 @@ def lists_of_layers(base: nn.Module) -> list[str]:
         # torch keeps the parametrizations of a tensor in a subclass of ModuleList.
         is_list = isinstance(module, nn.ModuleList) and not isinstance(module, ParametrizationList)
         kinds = {type(each) for each in module} if is_list else set()
-        if kinds and nn.ModuleList not in kinds:  # in a list of lists, each is a stack
+        # In a list of lists, each is a stack. A list with gaps holds optional parts of one layer.
+        if kinds and not kinds & {nn.ModuleList, type(None)}:
             lists |= {} if within else {path: sum(p.numel() for p in module.parameters())}
     return [path for path, size in lists.items() if size >= max(1, _SMALL * max(lists.values()))]
 
@@ -135,8 +136,10 @@ def _various(inputs: dict[str, Any], config: Any) -> dict[str, Any]:
     return {name: tokens if name in ("input_ids", "labels") else x for name, x in inputs.items()}
 
 
-def in_training(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+def in_training(model: nn.Module, inputs: Any) -> Any:
     """Add labels, and disable the key-value cache, if the model accepts these arguments."""
+    if not isinstance(inputs, dict):
+        return inputs
     takes = inspect.signature(model.forward).parameters
     ids = inputs.get("input_ids")
     added: dict[str, Any] = {"use_cache": False} if "use_cache" in takes else {}

@@ -18,6 +18,7 @@ from slapo.history import contains, numberless
 from slapo.model_schedule.auto import lists_of_layers
 from slapo.model_schedule.recipe import Recipe, Stack
 from slapo.model_schedule.splits import value_of
+from slapo.selection import compile_glob
 from slapo.verify.placement.pointwise import DRAWS
 from slapo.weights.slots import own_slots
 
@@ -87,15 +88,15 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _globbed(words: Mapping[str, str], every: list[str]) -> dict[str, str]:
     """Merge equal entries of layers into one pattern, if it matches no other modules."""
-    alike: defaultdict[str, list[str]] = defaultdict(list)
-    for path in every:
-        alike[numberless(path)].append(path)
+    alike: dict[str, set[str | None]] = {}
     found: dict[str, str] = {}
     for path, said in words.items():
         pattern = numberless(path)
-        # Modules of a pattern without an entry count as different: the pattern would name them too.
-        is_same = {words.get(each) for each in alike[pattern]} == {said}
-        found[pattern if is_same else path] = said
+        if pattern not in alike:
+            # A star stands for a name too. Modules without an entry count as different.
+            matches = compile_glob(pattern).fullmatch
+            alike[pattern] = {words.get(each) for each in every if matches(each)}
+        found[pattern if alike[pattern] == {said} else path] = said
     return found
 
 
@@ -172,13 +173,7 @@ class _Words:
         """Add words for divided attributes of modules and of their configs."""
         divided: defaultdict[str, list[str]] = defaultdict(list)
         for path, name in self.derivation.divided:
-            owner, _, leaf = path.rpartition(".")
-            # The config is shared by all layers. ``divide(config.x)`` copies it for the module
-            # above.
-            if leaf == "config":
-                divided[owner].append(f"config.{name}")
-            else:
-                divided[path].append(name)
+            divided[path].append(name)
         self._say("divide", divided)
 
     def _draws(self) -> None:

@@ -282,7 +282,7 @@ def _draft(
     banned: set[str] = set()
     given_up: list[str] = []
     verdict: PlacementError | None = None
-    refused: set[str] = set()
+    refused: set[tuple[str, type]] = set()
     for _ in range(_TRIES):
         derivation = _derive(model, inputs, ranks, banned)
         # Later attempts have fewer free axes, and end with nothing sharded instead of this error.
@@ -306,9 +306,10 @@ def _draft(
             # A module may have several shards: only those that meet in the operation are given up.
             paths = {_sharded_at(derivation, path) for path in error.origins or (error.path,)}
             # The second of its kind stands for all layers: a try for each would take too long.
-            kinds = set(map(numberless, paths))
+            kind_of = {path: (numberless(path), type(each)) for path, each in model.named_modules()}
+            kinds = {kind_of[path] for path in paths}
             if kinds <= refused:
-                paths = {path for path, _ in model.named_modules() if numberless(path) in kinds}
+                paths = {path for path, kind in kind_of.items() if kind in kinds}
             refused |= kinds
             more = agree([name for path in paths for name in derivation.axes_below(path)])
             if not more or banned.issuperset(more):

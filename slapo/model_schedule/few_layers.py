@@ -44,7 +44,7 @@ def layer_lists(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
             isinstance(child, nn.ModuleList)
             and len(child) > 1
             and len({type(layer) for layer in child}) <= 2
-            and all(any(True for _ in layer.parameters()) for layer in child)
+            and all(layer is not None and any(True for _ in layer.parameters()) for layer in child)
         ):
             yield path, child
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,6 +15,7 @@ from slapo.model_schedule.splits import (
     OF_ENTRIES,
     OF_PARAMETERS,
     Entry,
+    attribute_at,
     entries_of,
     is_within,
 )
@@ -218,11 +218,7 @@ def _check_known(entries: list[Entry]) -> None:
 def _has_attribute(module: nn.Module, path: str) -> bool:
     if size := SIZE.fullmatch(path):
         return any(size[1] in names for names in input_names(innermost(module)))
-    try:
-        operator.attrgetter(path)(module)
-    except AttributeError:
-        return False
-    return True
+    return attribute_at(module, path) is not None
 
 
 def _check_counts(config: Any, recipe: Recipe, ranks: int) -> None:

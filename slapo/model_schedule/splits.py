@@ -46,6 +46,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from slapo.errors import with_nearest
+from slapo.example_inputs import EINOPS, config_entries
 from slapo.history import contains
 from slapo.model_schedule.recipe import TOKENS, Recipe, Stack
 from slapo.model_schedule.tensor_parallel import (
@@ -324,18 +325,26 @@ def _blocks(node: Schedule, arguments: list[ast.expr]) -> Any:
 
 
 def _divide(node: Schedule, names: list[str]) -> None:
-    own = [name for name in names if not name.startswith("config.")]
-    for name in own:
-        # `whole` lets set() divide by the ranks and refuse a remainder.
-        of_all = {} if SIZE.fullmatch(name) else {"whole": getattr(node.mod, name)}
-        node.set(name, **of_all)
-    of_config = [name.removeprefix("config.") for name in names if name not in own]
-    if of_config:
-        # All layers and the model share one config.
-        config = copy.copy(node.mod.config)
-        for name in of_config:
-            setattr(config, name, getattr(config, name) // node.world_size)
-        node.set("config", config)
+    of_configs: defaultdict[str, list[str]] = defaultdict(list)
+    for name in names:
+        config, _, entry = name.partition(".")
+        if SIZE.fullmatch(name):
+            node.set(name)
+        elif entry:
+            of_configs[config].append(entry)
+        else:  # `whole` lets set() divide by the ranks and refuse a remainder
+            node.set(name, whole=getattr(node.mod, name))
+    for name, entries in of_configs.items():
+        config = copy.copy(getattr(node.mod, name))  # all layers and the model share one
+        own = config_entries(name, config) or {}
+        for entry in entries:
+            if entry in own:  # a frozen dataclass has no setattr()
+                own[entry] //= node.world_size
+            else:  # a config of Transformers maps further names to its own
+                setattr(config, entry, getattr(config, entry) // node.world_size)
+        node.set(name, config)
+        if hasattr(node.mod, EINOPS):
+            node.set(EINOPS, tuple(own.items()))
 
 
 def _regroup(node: Schedule, name: str, heads: int) -> None:
@@ -365,14 +374,20 @@ def value_of(formula: ast.expr, around: list[nn.Module]) -> int:
         return _OPERATORS[type(formula.op)](left, right)
     if isinstance(formula, ast.Constant):
         return int(formula.value)  # type: ignore[arg-type]
-    path = ast.unparse(formula).split(".")
+    path = ast.unparse(formula)
     for module in around:
-        value: Any = module
-        for name in path:
-            value = getattr(value, name, None)
+        value = attribute_at(module, path)
         if isinstance(value, int):
             return value
     raise ValueError(
         f"{ast.unparse(formula)!r} is an attribute of no module from {type(around[0]).__name__} "
         "outward; fix the table"
     )
+
+
+def attribute_at(module: nn.Module, path: str) -> Any:
+    """Return an attribute, or an entry of a config by its dotted path; None if there is none."""
+    value: Any = module
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else getattr(value, name, None)
+    return value

@@ -88,7 +88,7 @@ def cut(
     stacks: Sequence[Stack],
     layers: Sequence[Sequence[str]],
     ends: Sequence[int],
-    inputs: Mapping[str, Any],
+    inputs: Any,
 ) -> None:
     """Trace down to the layers that end stages, and cut after them."""
     containers, places, first = [], [], 0
@@ -113,7 +113,7 @@ def _container(sch: Schedule, path: str) -> str:
     return path.rpartition(".")[0] if is_list else path
 
 
-def _trace(sch: Schedule, containers: Sequence[str], inputs: Mapping[str, Any]) -> None:
+def _trace(sch: Schedule, containers: Sequence[str], inputs: Any) -> None:
     takes = inspect.signature(sch.mod.forward).parameters
     fixed = {"use_cache": False} if "use_cache" in takes and "use_cache" not in inputs else {}
     with warnings.catch_warnings(record=True) as caught:
@@ -123,7 +123,7 @@ def _trace(sch: Schedule, containers: Sequence[str], inputs: Mapping[str, Any]) 
             [path for path in containers if path],
             tracer="huggingface",
             concrete_args=fixed,
-            example_inputs=dict(inputs),
+            example_inputs=inputs,
         )
     if not traced:
         raise SlapoError(

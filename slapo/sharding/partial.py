@@ -163,9 +163,14 @@ def is_deferring(module: nn.Module) -> bool:
     return isinstance(module, PartialSumMixin)
 
 
+def is_deferrable(module: nn.Module) -> bool:
+    """Return True unless `module` adds a bias in a forward of its own."""
+    return not has_bias(module) or is_deferring(module) or _known_product(type(module)) is not None
+
+
 def check_deferrable(module: nn.Module) -> None:
     """Raise for a class with a bias whose forward is unknown."""
-    if has_bias(module) and not is_deferring(module) and _known_product(type(module)) is None:
+    if not is_deferrable(module):
         raise ValueError(
             f"{type(module).__name__} would add its bias to a partial sum, once per rank, and has "
             "its own forward; replace it with slapo.op.LinearWithSyncFunc or a module without bias"
