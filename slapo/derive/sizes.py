@@ -201,6 +201,9 @@ def divided_attributes(
     is divided already.
     """
     found: list[Key] = []
+    whole = {**values, **{key: size_of(term) for key, term in read.items()}}
+    # The forward may have set an attribute anew: its formula says nothing then.
+    uses = [use for use in uses if _fits(use.formula, size_of(use.term), whole, frozenset(), 1)]
     values = {**values, **{key: local_size(term, chosen, ranks) for key, term in read.items()}}
     divided_already = {key for key, term in read.items() if is_sharded(term, chosen)}
     # Attributes of separate groups have no size in common, so each group is searched alone: the

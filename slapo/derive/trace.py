@@ -390,9 +390,10 @@ class _Sizes(TorchFunctionMode):
 
     def _counted(self, here: ModuleCall, argument: str, tensor: Tensor, axis: int) -> int:
         axis %= tensor.dim()
-        key = here.path, f"{argument}.shape[{axis - tensor.dim()}]"
-        self.mode.found.read.setdefault(key, self.mode.dims(tensor)[axis])
-        return Counted(tensor.shape[axis], Formula(key=key))
+        key, size = (here.path, f"{argument}.shape[{axis - tensor.dim()}]"), tensor.shape[axis]
+        term = self.mode.found.read.setdefault(key, self.mode.dims(tensor)[axis])
+        # The formula stands for one size; a later call may bring another.
+        return Counted(size, Formula(key=key)) if size_of(term) == size else size
 
     def _sizes(
         self, name: str, args: Any, kwargs: Any, out: Any, before: Dims

@@ -18,8 +18,8 @@
                           only if a pipeline stage may end in between.
 ``sum_output_grad``       Sum the gradient of the output.
 ``partial(weight)``       Sum the gradient of a replicated parameter at each step.
-``divide(num_heads)``     Divide attributes by the number of ranks; ``config.num_heads`` belongs to
-                          the config, which is copied for the module, and ``x.shape[-1]`` is a size
+``divide(num_heads)``     Divide attributes by the number of ranks; ``config.num_heads`` is an entry
+                          of a config, which is copied for the module, and ``x.shape[-1]`` is a size
                           that the forward reads off an argument.
 ``regroup(groups, n)``    Set the number of query heads for each of n heads of keys, if there are
                           more ranks than these.

@@ -203,6 +203,23 @@ class InLists(nn.Module):
         return x
 
 
+class Flat(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(-1, x.shape[-1])
+
+
+class CalledTwice(Gated):
+    """A module reads the sizes of two tensors off one argument."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(hidden)
+        self.flat, self.wide = Flat(), nn.Linear(hidden, 3 * hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.flat(self.wide(x)).mean()
+        return super().forward(self.flat(x).view(x.shape)) * mean
+
+
 def with_linear_of_its_own(hidden: int) -> nn.Module:
     """An MLP whose last layer adds its bias in a forward of its own, as timm's ``Linear``."""
 
@@ -217,6 +234,7 @@ def with_linear_of_its_own(hidden: int) -> nn.Module:
 MORE: dict[str, Any] = {"whole block": (WholeBlock, 0.5), "parametrized": (Parametrized, 0.7)}
 MORE |= {"few keys": (FewKeys, 0.85), "dropping": (dropping, 0.0), "width": (WidthOfInput, 0.95)}
 MORE |= {"einops": (ByEinops, 0.95), "configs": (ByConfigs, 0.95), "lists": (InLists, 0.95)}
+MORE |= {"called twice": (CalledTwice, 0.7)}
 MORE |= {"bias of parts": (BiasOfParts, 0.95), "own linear": (with_linear_of_its_own, 0.45)}
 
 
@@ -266,6 +284,15 @@ def test_own_models() -> None:
     (given_up,) = found["whole block"][1]
     assert "'blocks.0'" in given_up
     assert not found["parametrized"][1]
+
+
+def test_a_write_through_a_view_of_a_single_image() -> None:
+    """Autograd passes the gradient on through flat memory, where a batch of one is no dimension."""
+    norm, relu = nn.InstanceNorm2d(8, affine=True), nn.LeakyReLU(inplace=True)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), norm, relu, nn.Conv2d(8, 2, 1))
+    drafted = slapo.draft(model, torch.randn(1, 4, 5, 5), ranks=2)
+    assert drafted.share > 0.9
+    assert not drafted.given_up
 
 
 def test_few_heads_on_four_ranks() -> None:

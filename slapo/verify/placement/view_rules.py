@@ -461,8 +461,11 @@ def through_memory(place: Place, known: Tensor, other: Tensor) -> Place | None:
             return place.along(dim)
     same = (known.numel(), known.storage_offset()) == (other.numel(), other.storage_offset())
     if same and known.is_contiguous() and other.is_contiguous():
-        fits = fitting(place, known.shape, other.shape)
-        return min((place.along(*fit) for fit in fits), key=lambda p: len(p.blocks), default=None)
+        fits = (place.along(*fit) for fit in fitting(place, known.shape, other.shape))
+        # A leading dimension of size 1 is a batch of one sample more often than one head per rank.
+        return min(
+            fits, key=lambda p: (len(p.blocks), p.dim == 0 and other.shape[0] == 1), default=None
+        )
     return None
 
 
