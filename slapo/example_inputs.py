@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from argparse import Namespace
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, is_dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +18,6 @@ BATCH = 3
 LENGTH = 13
 DECODER_LENGTH = 11
 
-#: Attribute of einops' layers with the items of ``axes_lengths``, which their forward reads.
-EINOPS = "_axes_lengths"
-
 _STARRED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 #: Pairs of inputs that a model accepts one of, but not both.
 _ALTERNATIVES = (("input_ids", "inputs_embeds"), ("decoder_input_ids", "decoder_inputs_embeds"))
@@ -31,22 +26,6 @@ _ALTERNATIVES = (("input_ids", "inputs_embeds"), ("decoder_input_ids", "decoder_
 def text_config(config: Any) -> Any:
     """Return the config of the language model, which multimodal configs nest."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def config_entries(name: str, value: Any) -> dict[str, Any] | None:
-    """Return the entries of a config, an attribute of a module, as a dict; None for others.
-
-    Configs are ``config``, and namespaces, dataclasses and dicts of plain values.
-    """
-    is_dict = isinstance(value, dict)
-    entries: dict[str, Any] = value if is_dict else getattr(value, "__dict__", {})
-    if name.startswith("_") or isinstance(value, type) or not entries:
-        return None
-    if name == "config":
-        return entries
-    is_kind = is_dict or is_dataclass(value) or isinstance(value, (Namespace, SimpleNamespace))
-    plain = (bool, int, float, str, list, tuple, torch.dtype, type(None))
-    return entries if is_kind and all(isinstance(v, plain) for v in entries.values()) else None
 
 
 @dataclass(frozen=True)

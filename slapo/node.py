@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import difflib
+import itertools
 import weakref
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -15,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 
 from slapo.errors import SlapoError
-from slapo.example_inputs import EINOPS, config_entries
 from slapo.graph.trace.leaves import is_torch_leaf
 from slapo.graph.trace.module import inlined_in, kept_whole_in
 from slapo.history import Record, digest, spelled
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 #: Root of a model -> history of the schedule over it. Keys are weak: modules are not kept alive.
 _HISTORIES: WeakKeyDictionary[nn.Module, list[Record]] = WeakKeyDictionary()
 
+
+#: Attribute of einops' layers with the items of ``axes_lengths``, which their forward reads.
+EINOPS = "_axes_lengths"
 
 #: Holders, modules or their configs, each with the integer attributes that may count sharded parts.
 Numbers = list[tuple[Callable[[], Any], dict[str, Any]]]
@@ -49,15 +54,27 @@ def numbers_of(model: nn.Module) -> Numbers:
     for holder in [*modules, *configs.values()]:
         own = {name: value for name, value in vars(holder).items() if _counts(name, value)}
         if own:
-            found.append((_reference(holder), own))
+            try:
+                found.append((weakref.ref(holder), own))
+            except TypeError:  # not weakly referenceable, such as a SimpleNamespace as a config
+                found.append((itertools.repeat(holder).__next__, own))
     return found
 
 
-def _reference(holder: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(holder)
-    except TypeError:  # not weakly referenceable, such as a SimpleNamespace as a config
-        return lambda: holder
+def config_entries(name: str, value: Any) -> dict[str, Any] | None:
+    """Return the entries of a config, an attribute of a module, as a dict; None for others.
+
+    Configs are ``config``, and namespaces, dataclasses and dicts of plain values.
+    """
+    is_dict = isinstance(value, dict)
+    entries: dict[str, Any] = value if is_dict else getattr(value, "__dict__", {})
+    if name.startswith("_") or isinstance(value, type) or not entries:
+        return None
+    if name == "config":
+        return entries
+    is_kind = is_dict or is_dataclass(value) or isinstance(value, (Namespace, SimpleNamespace))
+    plain = (bool, int, float, str, list, tuple, torch.dtype, type(None))
+    return entries if is_kind and all(isinstance(v, plain) for v in entries.values()) else None
 
 
 def _counts(name: str, value: Any) -> bool:

@@ -27,7 +27,7 @@ from slapo.derive.axes import (
     local_size,
     size_of,
 )
-from slapo.example_inputs import EINOPS, config_entries
+from slapo.node import EINOPS, config_entries
 from slapo.sharding.rules import tensor_of_size
 
 #: Path of a module, and the name of an attribute, of one of its config (``"config.heads"``), or of

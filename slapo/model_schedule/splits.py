@@ -46,7 +46,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from slapo.errors import with_nearest
-from slapo.example_inputs import EINOPS, config_entries
 from slapo.history import contains
 from slapo.model_schedule.recipe import TOKENS, Recipe, Stack
 from slapo.model_schedule.tensor_parallel import (
@@ -56,6 +55,7 @@ from slapo.model_schedule.tensor_parallel import (
     spread_tokens,
     sum_output,
 )
+from slapo.node import EINOPS, config_entries
 from slapo.primitives.set import SIZE
 from slapo.schedule import Schedule
 from slapo.selection import compile_glob

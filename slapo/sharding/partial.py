@@ -168,15 +168,6 @@ def is_deferrable(module: nn.Module) -> bool:
     return not has_bias(module) or is_deferring(module) or _known_product(type(module)) is not None
 
 
-def check_deferrable(module: nn.Module) -> None:
-    """Raise for a class with a bias whose forward is unknown."""
-    if not is_deferrable(module):
-        raise ValueError(
-            f"{type(module).__name__} would add its bias to a partial sum, once per rank, and has "
-            "its own forward; replace it with slapo.op.LinearWithSyncFunc or a module without bias"
-        )
-
-
 def defer_bias(module: nn.Module) -> None:
     """Make `module` add its bias once, after any reduction; it stays the same object."""
     if not has_bias(module) or is_deferring(module):
@@ -256,7 +247,7 @@ def _known_product(cls: type[nn.Module]) -> tuple[Product, int, Product] | None:
 def _deferring_class(cls: type[nn.Module]) -> type[nn.Module]:
     if cls not in _CLASSES:
         known = _known_product(cls)
-        assert known is not None, "check_deferrable has refused all others"
+        assert known is not None, "is_deferrable() was asked before"
         body = dict(zip(("_product", "_bias_dims", "_finish"), known, strict=True))
         body |= {"_original": cls, "__module__": cls.__module__}
         made: Any = _DeferringClass(cls.__name__, (PartialSumMixin, cls), body)

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from slapo.sharding.groups import group_rank, group_size
 from slapo.sharding.layout import Layout
-from slapo.sharding.partial import check_deferrable, defer_bias, has_bias
+from slapo.sharding.partial import defer_bias, has_bias, is_deferrable
 from slapo.sharding.rules import Effect, effect_of
 from slapo.sharding.slicing import Cut, ShardSpec, make_spec
 from slapo.sharding.state import make_sharding, sharding_of, shards_of, syncs_of
@@ -97,8 +97,13 @@ class ShardPlan:
                     f"{attribute} {value} is not divisible by world_size {self.spec.world_size}; "
                     "pick a group whose size divides it"
                 )
-        if wanted.output is not None and wanted.output.kind == "partial":
-            check_deferrable(module)
+        is_partial = wanted.output is not None and wanted.output.kind == "partial"
+        if is_partial and not is_deferrable(module):
+            raise ValueError(
+                f"{type(module).__name__} would add its bias to a partial sum, once per rank, and "
+                "has its own forward; replace it with slapo.op.LinearWithSyncFunc or a module "
+                "without bias"
+            )
         if wanted.output is not None and "embedding_dim" in self.effect.sizes:
             _check_columns(module)
         if wanted.vocabulary:
