@@ -52,7 +52,6 @@ WIDE: dict[str, tuple[str, ...]] = {
         "gpt2-options6-False",
         "gpt2-options7-True",
     ),
-    "op/test_liger.py::test_kernels_compile_for_each_architecture": (),
     "op/test_residual.py::test_the_kernel_by_the_interpreter": ("gradient",),
     "pipeline/test_families.py::test_two_stages": (
         "qwen2-True",

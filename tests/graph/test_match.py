@@ -17,6 +17,7 @@ from slapo.graph.match.pattern import ModulePattern, Pattern, call_module, trace
 from slapo.graph.match.search import find_subgraphs
 from tests.graph.rewrites import Calls, layers, leaves_of, replace_vertical
 from tests.graph.served import make
+from tests.primitives.models import Block
 
 
 def found(code: Any, pattern: Any) -> list[list[str]]:
@@ -154,7 +155,6 @@ def test_in_place_sum_seen_by_others_does_not_match():
         (nn.RMSNorm(4, eps=1e-6), lambda x: F.rms_norm(x, (4,))),
         (nn.GELU("tanh"), lambda x: F.gelu(x)),
         (nn.Softplus(beta=2), lambda x: F.softplus(x)),
-        (nn.Dropout(0.3), lambda x: F.dropout(x)),
     ],
 )
 def test_what_a_function_leaves_out_a_module_may_have_as_it_likes(written, wanted):
@@ -243,7 +243,8 @@ def test_a_pattern_is_left_as_it_was():
 
     pattern = Captures()
     before = dict(vars(pattern))
-    assert len(found(Holds(SCALES), pattern)) == len(found(Holds(SCALES), pattern)) == 1
+    for again in (pattern, pattern, graph := trace_pattern(pattern), graph):
+        assert len(found(Holds(SCALES), again)) == 1
     assert vars(pattern) == before
 
 
@@ -321,16 +322,6 @@ class Heads(nn.Module):
 
     def forward(self, x):
         return self.split(self.query(x)), self.split(self.key(x)), self.split(self.value(x))
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.act, self.fc2 = nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x, mask=None):
-        return self.drop(self.fc2(self.act(self.fc1(x)))) + x
 
 
 class Chain(Pattern):
@@ -531,10 +522,10 @@ FOUND: dict[str, tuple[Any, Any, Any]] = {
         names_of_heads,
         [[f"{child}_{name}" for name in ("query", "key", "value")] for child in "ab"],
     ),
-    "a class of patterns": (Mlp(), Chain, [["fc1", "act", "fc2"]]),
-    "an object of it": (Mlp(), Chain(), [["fc1", "act", "fc2"]]),
-    "a module by its class": (Mlp(), Calls(nn.Linear(1, 1)), [["fc1"], ["fc2"]]),
-    "a module of another class": (Mlp(), Calls(nn.Conv1d(1, 1, 1)), 0),
+    "a class of patterns": (Block(), Chain, [["fc1", "gelu", "fc2"]]),
+    "an object of it": (Block(), Chain(), [["fc1", "gelu", "fc2"]]),
+    "a module by its class": (Block(), Calls(nn.Linear(1, 1)), [["fc1"], ["fc2"]]),
+    "a module of another class": (Block(), Calls(nn.Conv1d(1, 1, 1)), 0),
 }
 
 
@@ -543,11 +534,6 @@ def test_what_is_found(name):
     code, pattern, expected = FOUND[name]
     names = found(code, pattern)
     assert (len(names) if isinstance(expected, int) else names) == expected
-
-
-def test_traced_pattern_can_be_used_again():
-    pattern = trace_pattern(lambda x: F.gelu(call_module("fc", x)))
-    assert found(Mlp(), pattern) == found(Mlp(), pattern) == [["fc1", "act"]]
 
 
 class Odd(nn.Module):
@@ -572,20 +558,6 @@ class Odd(nn.Module):
 def test_user_modules_match_by_name(pattern, number):
     model = make(lambda self, x, y: self.odd(x, scale=y, flag=False).relu(), odd=Odd())
     assert len(found(leaves_of(model), pattern)) == number
-
-
-def test_training_flags_of_the_graph_are_values_like_others():
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    flag = graph.create_node("get_attr", "training")
-    graph.output(graph.call_function(F.dropout, (x,), {"p": 0.1, "training": flag}))
-
-    def number(pattern):
-        return len(find_subgraphs(graph, nn.Module().get_submodule, pattern))
-
-    assert number(lambda x: F.dropout(x)) == 1
-    assert number(lambda x, t: F.dropout(x, training=t)) == 1
-    assert number(lambda x: F.dropout(x, training=False)) == 0
 
 
 def test_very_long_patterns():
@@ -693,7 +665,7 @@ BOUND = {
     "variadic and default": (
         lambda x: x.unflatten(-1, (2, -1)) * 0.5,
         variadic,
-        [{"a": "x", "shape": (2, -1), "scale": 0.5}],
+        [{"a": "x", "scale": 0.5, "shape": (2, -1)}],
     ),
     "a module as the pattern": (RESIDUAL, ResidualInPattern, [{"x": "x", "input": "y"}]),
     "a module by name": (
@@ -727,12 +699,9 @@ BOUND = {
 @pytest.mark.parametrize("name", BOUND)
 def test_arguments_are_bound(name):
     code, pattern, expected = BOUND[name]
-    assert bindings(code, pattern) == expected
-
-
-def test_arguments_are_in_the_order_of_the_pattern():
-    (bound,) = bindings(lambda x, y: y.exp() - x, lambda q, k: k.exp() - q)
-    assert list(bound.items()) == [("q", "x"), ("k", "y")]
+    found = bindings(code, pattern)
+    assert found == expected
+    assert [list(each) for each in found] == [list(each) for each in expected], "in their order"
 
 
 def test_sizes_of_the_match_itself_are_no_arguments():

@@ -84,17 +84,6 @@ def test_slice_and_sizes(name: str, world: tuple[int, int]) -> None:
     assert local.untyped_storage().nbytes() == local.numel() * local.element_size()
 
 
-def test_what_a_parameter_carries_follows(pair: None) -> None:
-    linear = nn.Linear(4, 4)
-    linear.weight.requires_grad_(False)
-    linear.weight.mine = "kept"
-    sch = slapo.create_schedule(nn.Sequential(linear))
-    sch["0"].annotate("weight", "kind", 3).shard("weight", 0)
-    assert (linear.weight.mine, linear.weight.kind) == ("kept", 3)
-    assert not linear.weight.requires_grad
-    assert sch["0"].metadata.primitives["shard"]["weight"].axis == 0
-
-
 def test_a_class_of_ones_own_may_have_a_rule(pair: None) -> None:
     scale: Any = make(lambda self, x: x * self.weight)
     scale.weight, scale.size = nn.Parameter(torch.ones(4)), 4
