@@ -68,7 +68,7 @@ WIDE: dict[str, tuple[str, ...]] = {
         "by_hand-by proxies",
         "everything-by proxies",
     ),
-    "runtimes/test_communication.py::test_several_stages_on_a_rank_send_to_other_ranks_only": (
+    "runtimes/test_communication.py::test_each_boundary_sends_its_tensors_and_gradients_once": (
         "zbv",
     ),
     "runtimes/test_contract.py::test_what_must_be_alike_is_compared": (
