@@ -19,7 +19,6 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import slapo
-from slapo.errors import TraceError
 from slapo.graph.trace.capture import capture
 from tests.graph.served import Tripled, assert_alike, make, number_of_captures, rewritten, trace
 from tests.versions import TORCH, asks_no_device
@@ -659,18 +658,6 @@ def test_a_refusal_names_module_line_and_remedy() -> None:
     assert slapo.create_schedule(outer).trace(
         tracer="huggingface", flatten=True, example_inputs=X, leaf_modules=["child.inner"]
     )
-
-
-@pytest.mark.parametrize("ask", [lambda x: x.sum() > 0, lambda x: x.storage_offset() == 0])
-def test_a_refusal_at_a_later_call_is_an_error_of_that_call(ask: Any) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return x * 2 if self.training or ask(x) else x
-
-    module = rewritten(make(forward), X)
-    assert torch.equal(module(X), X * 2)
-    with pytest.raises(TraceError, match=r"cannot trace Made \(.*test_capture.py:\d+\)"):
-        module.eval()(X)
-    assert torch.equal(module.train()(X), X * 2)
 
 
 def test_inputs_that_do_not_fit_are_a_type_error() -> None:

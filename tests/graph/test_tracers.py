@@ -226,21 +226,12 @@ def test_masks_that_are_only_causal_are_left_out(given: str) -> None:
 
 # --- what is traced ------------------------------------------------------------------------------
 def test_dynamo_gives_one_flat_graph() -> None:
-    def forward(self: Any, pair: tuple[Tensor, Tensor], scale: float = 1.0) -> dict[str, Tensor]:
-        x, y = pair
-        return {"sum": self.stack(x) * scale + self.shift + y, "same": y}
-
-    plain = make(forward, stack=Stack(2, p=0.5))
-    plain.register_buffer("shift", torch.ones(4))
-    state = torch.get_rng_state()
-    module = rewritten(copy.deepcopy(plain), (X, X), tracer="dynamo", flatten=False)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert "stack.layers.1.fc2" in {n.target for n in module.graph.find_nodes(op="call_module")}
+    plain = Stack(2, p=0.5)
+    module = rewritten(copy.deepcopy(plain), X, tracer="dynamo", flatten=False)
+    assert "layers.1.fc2" in {node.target for node in module.graph.find_nodes(op="call_module")}
     for training in (True, False):
         plain.train(training), module.train(training)
-        assert_alike(module, plain, (X, X))
-        assert_alike(module, plain, (X[:1], X[:1]), 2.0)
-    assert list(module.state_dict()) == list(plain.state_dict())
+        assert_alike(module, plain, X[:1])
 
 
 @pytest.mark.parametrize(
