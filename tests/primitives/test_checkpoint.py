@@ -257,6 +257,8 @@ def test_a_wrapped_module_is_still_one_of_its_class(wrap: str) -> None:
     assert owner.calls == 2
     sch["0"].fork_rng() if wrap == "checkpoint" else sch["0"].checkpoint()
     assert isinstance(sch["0"].mod, Owner)
+    sch["0"].mod.eval()
+    assert not owner.training
     for again in (copy.deepcopy(sch["0"].mod), pickle.loads(pickle.dumps(sch["0"].mod))):
         assert isinstance(again, Owner)
         assert isinstance(again, CheckPointWrapper) == isinstance(sch["0"].mod, CheckPointWrapper)
