@@ -21,7 +21,7 @@ from slapo.wrapper import innermost
 class Alone:
     """A model that one process trains on whole batches: a copy, by parameters of float32.
 
-    `loss_fn`, `optimizer` and `lr_scheduler` are as ``build`` takes them; a ``(sum, count)`` is of a
+    `loss_fn`, `optimizer` and `lr_scheduler` are as ``build`` takes them; ``(sum, count)`` is of a
     whole batch only. The optimizer may get names too. The copy computes in `dtype`, and gradients
     of the `parts` of a batch are added up in float32.
     """

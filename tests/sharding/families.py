@@ -32,8 +32,7 @@ class Region:
     counts: tuple[tuple[str, str], ...] = ()  # path, attribute: what each rank has its share of
     inner: tuple[str, ...] = ()  # norms in between, whole, of which each rank sees some heads
     forked: tuple[str, ...] = ()  # modules that draw random numbers for slices and nothing else
-    #: path, attribute: of attention whose key and value heads may be fewer than ranks, the number of
-    #: query heads that read one
+    #: path, attribute: how many query heads read a key head, where these may be fewer than ranks
     shared: tuple[str, str] = ("", "")
 
 
