@@ -1,9 +1,7 @@
 """Patterns are found along the data flow, in every spelling, and nothing else is found."""
 
 import operator  # noqa: F401 - of the golden file, as the others
-import re
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +13,13 @@ from slapo.graph.match import search
 from slapo.graph.match.find import find_subgraphs_in, read_pattern
 from slapo.graph.match.pattern import ModulePattern, Pattern, call_module, trace_pattern  # noqa: F401
 from slapo.graph.match.search import find_subgraphs
+from tests.entries import Entries
 from tests.graph.rewrites import Calls, layers, leaves_of, replace_vertical
 from tests.graph.served import make
 from tests.primitives.models import Block  # noqa: F401
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "matches.txt"
-#: Title, code, a pattern, and what is found: ``--update-golden`` writes it.
-ENTRY = re.compile(r"# (.+)\n    (.+)\n    (.+)\n(.+)\n")
+#: Code, a pattern, and what is found.
+ENTRIES = Entries("matches.txt", globals())
 
 
 def found(code: Any, pattern: Any) -> list[list[str]]:
@@ -227,19 +225,16 @@ class Odd(nn.Module):
 ODD = leaves_of(make(lambda s, x, y: s.odd(x, scale=y, flag=False).relu(), odd=Odd()))
 
 
-@pytest.mark.parametrize("title", [title for title, *_ in ENTRY.findall(GOLDEN.read_text())])
+@pytest.mark.parametrize("title", ENTRIES.titles)
 def test_what_is_found(title: str, update_golden: bool) -> None:
     """The nodes of each match, and what the arguments of the pattern stand for."""
-    text = GOLDEN.read_text()
-    (entry,) = [entry for entry in ENTRY.finditer(text) if entry[1] == title]
-    code, pattern = eval(entry[2]), eval(entry[3])
-    gm = code if isinstance(code, fx.GraphModule) else fx.symbolic_trace(code)
-    matches = find_subgraphs(gm.graph, gm.get_submodule, pattern)
-    told = "; ".join(f"{[*match]} {match.bindings}" for match in matches) or "nothing"
-    if update_golden:
-        GOLDEN.write_text(text[: entry.start(4)] + told + text[entry.end(4) :])
-    else:
-        assert told == entry[4]
+
+    def tell(code: Any, pattern: Any) -> str:
+        gm = code if isinstance(code, fx.GraphModule) else fx.symbolic_trace(code)
+        matches = find_subgraphs(gm.graph, gm.get_submodule, pattern)
+        return "; ".join(f"{[*match]} {match.bindings}" for match in matches) or "nothing"
+
+    ENTRIES.check(title, tell, update_golden)
 
 
 def test_very_long_patterns():
