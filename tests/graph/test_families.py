@@ -250,11 +250,8 @@ def test_checkpointed_layers_of_transformers_are_leaves_or_refused() -> None:
     assert_like_plain(model, plain, family.inputs(2, 7, True))
 
 
-@pytest.mark.parametrize("path", ["", "model.layers.0"])
-def test_checkpointing_that_is_switched_on_after_the_trace(path: str) -> None:
-    """A layer that checkpoints itself does so around its graph."""
-    model: Any = FAMILIES["llama"].build()
-    _, plain = scheduled(model, path, **({"flatten": True} if path else {"recursive": False}))
+def test_checkpointing_that_is_switched_on_after_the_trace() -> None:
+    model, plain = rewritten_root("llama", flatten=False)
     checkpoint_layers(model)
     assert_like_plain(model.train(), plain.train(), FAMILIES["llama"].inputs(2, 7, True))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import pickle
 from collections.abc import Callable, Iterator
@@ -379,6 +380,32 @@ def test_dynamo_meets_rewritten_layers_in_any_way(way: str) -> None:
 
 
 # --- checkpoints of the model itself -------------------------------------------------------------
+class GradientCheckpointingLayer(OneLayer):
+    """As that of Transformers before 5.23, in which a layer checkpoints its own calls."""
+
+    gradient_checkpointing = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.gradient_checkpointing and self.training:
+            function = functools.partial(super().__call__, **kwargs)
+            return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+        return super().__call__(*args, **kwargs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x).relu()
+
+
+@TRACERS
+def test_a_layer_that_checkpoints_itself_does_so_around_its_graph(tracer: str) -> None:
+    plain = GradientCheckpointingLayer()
+    module = rewritten(
+        copy.deepcopy(plain), given=None if tracer == "pytorch" else X, tracer=tracer
+    )
+    assert_alike(module, plain, X)
+    module.gradient_checkpointing = plain.gradient_checkpointing = True
+    assert_alike(module, plain, X)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_first_call_inside_a_checkpoint(reentrant: bool) -> None:
     plain = Stack(1)
