@@ -263,10 +263,6 @@ class ResidualInPattern(Pattern):
         return self.fc(x) + input
 
 
-def variadic(a, *shape, scale=1.0):
-    return a.unflatten(-1, shape) * scale
-
-
 def test_sizes_of_the_match_itself_are_no_arguments():
     def code(x):
         h = x.exp()
