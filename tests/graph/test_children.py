@@ -182,30 +182,6 @@ def test_scripted_modules_are_leaves() -> None:
         assert not slapo.create_schedule(failing).trace(tracer="huggingface", example_inputs=x)
 
 
-class Shaped(nn.Module):
-    """Returns a shape beside the tensor."""
-
-    def __init__(self, child: nn.Module | None = None) -> None:
-        super().__init__()
-        self.fc, self.child = nn.Linear(8, 8), child
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.fc(x)
-        if self.child is None:
-            return y, x.shape
-        z, shape = self.child(y)
-        return z.reshape(shape[0] * shape[1], 8).view(shape), shape.numel()
-
-
-@pytest.mark.parametrize("kwargs", [{}, {"flatten": True}, {"recursive": False}], ids=str)
-@pytest.mark.parametrize("model", [Shaped(), Shaped(Shaped())], ids=["returned", "used"])
-def test_shapes_of_inputs_are_those_of_each_call(model: nn.Module, kwargs: Any) -> None:
-    plain = copy.deepcopy(model)
-    module = rewritten(copy.deepcopy(model), torch.rand(2, 5, 8), **{"flatten": False, **kwargs})
-    for shape in ((3, 7, 8), (1, 2, 8)):
-        assert_alike(module, plain, torch.rand(shape))
-
-
 def test_sizes_that_a_leaf_needs_equal_fail_as_in_the_leaf() -> None:
     masked = Child(lambda s, x, mask: x + mask[None, :, None])
     plain = make(lambda s, ids, mask: s.masked(s.emb(ids), mask) * 2, masked=masked)

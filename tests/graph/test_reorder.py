@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from slapo.graph.rewrite.effects import Effects
 from slapo.graph.rewrite.rules import carry_out
 from slapo.primitives.checkpoint import Checkpoint
+from tests.entries import Entries
 from tests.graph.rewrites import (
     SideBySide,
     fuse,
@@ -41,6 +42,8 @@ class Recorder(fx.Tracer):
 
 
 TRACERS: list[fx.Tracer] = []
+#: Code, the operations that become one call, and what is said of that.
+ENTRIES = Entries("moves.txt", globals())
 
 
 def record(function: Callable[..., Any], *args: Any) -> Any:
@@ -163,200 +166,7 @@ def around(first: Callable[..., Any], between: Callable[..., Any]) -> Callable[.
     return code
 
 
-def drawn_by_a_method(m, x, y):
-    return y * y.new_empty(3, SIZE).bernoulli_(0.5)
-
-
-def statistics_by_a_function(m, x, y):
-    return F.batch_norm(y, m.norm.running_mean, m.norm.running_var, training=True)
-
-
-def exp(m, x):
-    return x.exp()
-
-
-def frozen(m, x):
-    return m.frozen(x.detach())
-
-
-def drop(m, x):
-    return m.drop(x)
-
-
-IN_PLACE, RANDOM = "in place", "random"
-
-#: The operation, its name, what is between it and the next one, its name, and what both touch.
-AROUND = [
-    (exp, "exp", lambda m, x, y: (x.view(-1).mul_(2), x), "mul_", IN_PLACE),
-    (exp, "exp", lambda m, x, y: (x.t().unsqueeze(0).narrow(1, 0, 2).mul_(2), x), "mul_", IN_PLACE),
-    (
-        exp,
-        "exp",
-        lambda m, x, y: (record(operator.setitem, x, (slice(None), 0), 1.0), x),
-        "setitem",
-        IN_PLACE,
-    ),
-    (exp, "exp", lambda m, x, y: F.relu(x, inplace=True), "relu", IN_PLACE),
-    (exp, "exp", lambda m, x, y: m.relu_(x), "relu_", IN_PLACE),
-    (exp, "exp", lambda m, x, y: m.flat_relu_(x), "flat_relu_", IN_PLACE),
-    (frozen, "frozen", lambda m, x, y: (m.frozen.weight.mul_(2), y), "mul_", IN_PLACE),
-    (frozen, "frozen", lambda m, x, y: (m.tied.weight.mul_(2), y), "mul_", IN_PLACE),
-    (
-        lambda m, x: x.detach() * m.scale,
-        "mul",
-        lambda m, x, y: (m.scale.add_(1), y),
-        "add_",
-        IN_PLACE,
-    ),
-    (lambda m, x: m.norm(x), "norm", lambda m, x, y: m.norm(y * 3), "norm_1", IN_PLACE),
-    (lambda m, x: m.norm(x), "norm", statistics_by_a_function, "batch_norm", IN_PLACE),
-    (drop, "drop", lambda m, x, y: m.other_drop(y), "other_drop", RANDOM),
-    (drop, "drop", lambda m, x, y: F.dropout(y, 0.5, True), "dropout", RANDOM),
-    (drop, "drop", lambda m, x, y: m.own_dropout(y), "own_dropout", RANDOM),
-    (
-        drop,
-        "drop",
-        lambda m, x, y: F.scaled_dot_product_attention(y, y, y, dropout_p=0.5),
-        "scaled_dot_product_attention",
-        RANDOM,
-    ),
-    (drop, "drop", lambda m, x, y: (record(torch.manual_seed, 7), y), "manual_seed", RANDOM),
-    (lambda m, x: m.random(x), "random", lambda m, x, y: m.drop(y), "drop", RANDOM),
-    (
-        lambda m, x: F.dropout(x),
-        "dropout",
-        lambda m, x, y: y + torch.rand_like(y),
-        "rand_like",
-        RANDOM,
-    ),
-    (lambda m, x: F.dropout1d(x), "dropout1d", drawn_by_a_method, "bernoulli_", RANDOM),
-]
-
-
-def write_of_an_item(m, x, y):
-    h = x.exp()
-    x[0].add_(1)
-    return h.relu() * x, m.fc(x)
-
-
-def write_of_what_was_viewed(m, x, y):
-    v = x.view(-1)
-    h = v.exp()
-    x.add_(1)
-    return h.relu() * v
-
-
-def write_by_out(m, x, y):
-    h = m.scale.exp()
-    torch.add(m.scale, 1, out=m.scale)
-    return h.relu() + x
-
-
-def write_by_a_module_through_a_view(m, x, y):
-    h = x.exp()
-    z = m.relu_(m.identity(x)[1:])
-    return h.relu(), z, x
-
-
-def write_in_the_chain(m, x, y):
-    z = m.relu_(x)
-    early = x * 3
-    return z.exp() + early * 0, early
-
-
-def rows_made_shorter(m, x, y):
-    rows = m.table.weight * 2
-    z = m.table((y > 0).long())
-    return rows.relu().sum(0) + z.sum(1)
-
-
-def side_by_side_with_dropout(m, x, y):
-    a = m.fc(x)
-    z = m.other_drop(y)
-    b = m.drop(x)
-    return a * b + z
-
-
-def side_by_side_with_a_write(m, x, y):
-    a = m.frozen(x)
-    record(operator.setitem, x, 0, 0.0)
-    b = m.tied(x)
-    return a * b
-
-
-def sizes_past_a_change_of_shape(m, x, y):
-    columns = x.size(1)
-    x.t_()
-    return (m.scale.sum() * y).view(columns, -1) + x.sum()
-
-
-two_dropouts = around(drop, lambda m, x, y: m.other_drop(y))
-
-MOVED = [
-    *(
-        (
-            around(first, between),
-            [f"{name} {'relu_1' if other == 'relu' else 'relu'}"],
-            rf"'{name}' .*'{other}'.*{why}",
-        )
-        for first, name, between, other, why in AROUND
-    ),
-    (
-        lambda m, x, y: in_no_grad(m.fc, x).relu() + y,
-        ["fc relu"],
-        r"'fc' .*'relu'.*'_set_grad_enabled_1'.*no_grad",
-    ),
-    (no_grad_ahead, ["fc relu"], r"'fc' .*'relu'.*'_set_grad_enabled'"),
-    (
-        lambda m, x, y: in_autocast(m.fc, x).float().cos() + y,
-        ["fc float_1 cos"],
-        r"'fc' .*'cos'.*'_exit_autocast'",
-    ),
-    (
-        lambda m, x, y: in_autocast(torch.cos, m.fc(x)) + y,
-        ["fc cos"],
-        r"'fc' .*'cos'.*'_enter_autocast'",
-    ),
-    (
-        lambda m, x, y: in_inference(m.fc, x).relu() + y,
-        ["fc relu"],
-        r"'fc' .*'relu'.*'_exit_inference_mode'",
-    ),
-    (write_of_an_item, ["exp relu"], r"'exp' .*'add_'.*in place"),
-    (write_of_what_was_viewed, ["exp relu"], r"'exp' .*'add_'.*in place"),
-    (write_by_out, ["exp relu"], r"'exp' .*'add'.*in place"),
-    (write_by_a_module_through_a_view, ["exp relu"], r"'exp' .*'relu_'.*in place"),
-    (write_in_the_chain, ["relu_ exp"], r"'relu_' .*in place.*'mul'"),
-    (rows_made_shorter, ["mul relu"], r"'mul' .*'table'.*in place"),
-    (side_by_side_with_dropout, ["fc", "drop"], r"'drop' .*'other_drop'.*random"),
-    (side_by_side_with_a_write, ["frozen", "tied"], r"'tied' .*'setitem'.*in place"),
-    (
-        lambda m, x, y: m.fc(x) * in_no_grad(m.other, x),
-        ["fc", "other"],
-        r"'other' .*'fc'.*'_set_grad_enabled'",
-    ),
-    (sizes_past_a_change_of_shape, ["size view"], "'size' would move past 't_'"),
-]
-
-
-@pytest.mark.parametrize(("code", "chains", "message"), MOVED)
-def test_what_would_change_the_numbers_is_refused(code, chains, message):
-    gm = traced(code)
-    before = str(gm.graph), list(gm.state_dict())
-    with pytest.raises(ValueError, match=message):
-        rewrite(gm, chains)
-    assert (str(gm.graph), list(gm.state_dict())) == before
-
-
-def past_a_whole_region(m, x, y):
-    h = m.fc(x)
-    z = in_no_grad(lambda: in_autocast(m.other, y.exp()))
-    return h.relu() + z
-
-
-def within_a_region(m, x, y):
-    h, z = in_no_grad(lambda: ((h := m.frozen(x)), y.exp(), h.relu())[1:])
-    return y * h + z
+two_dropouts = around(lambda m, x: m.drop(x), lambda m, x, y: m.other_drop(y))
 
 
 def a_region_of_its_own(m, x, y):
@@ -365,56 +175,29 @@ def a_region_of_its_own(m, x, y):
     return (h * z).relu() + y
 
 
-def past_writes_to_others(m, x, y):
-    h = m.fc(x)
-    y[0].add_(1)
-    record(operator.setitem, y, 1, 1.0)
-    m.relu_(y)
-    return h.relu() + y
+@pytest.mark.parametrize("title", ENTRIES.titles)
+def test_what_would_change_the_numbers_is_refused_and_else_it_is_done(
+    title: str, update_golden: bool
+) -> None:
+    def tell(code: Any, chains: Any) -> str:
+        gm, chains = traced(code), [chains] if isinstance(chains, str) else chains
+        before = str(gm.graph), list(gm.state_dict())
+        try:
+            rewrite(gm, chains)
+        except ValueError as error:
+            assert (str(gm.graph), list(gm.state_dict())) == before
+            return str(error)
+        gm = traced(code)
+        state = kept(gm)
+        expected = numbers(gm, state)
+        rewrite(gm, chains)
+        gm.graph.lint()
+        name = "Fused_0" if len(chains) == 1 else "Both_0"
+        assert gm.graph.find_nodes(op="call_module", target=name)
+        torch.testing.assert_close(numbers(gm, state), expected, rtol=0, atol=0)
+        return "done"
 
-
-def past_dropout_that_is_off(m, x, y):
-    h = m.drop(x)
-    z = m.zero_drop(y) + F.dropout(y, 0.5, False) + F.dropout(y, p=0.0)
-    z = z + F.scaled_dot_product_attention(y, y, y, dropout_p=0.0)
-    return h.relu() + z
-
-
-def sizes_past_a_write(m, x, y):
-    rows = x.size(0)
-    x.add_(1)
-    return m.fc(x).view(rows, -1) + y
-
-
-def side_by_side(m, x, y):
-    a = m.fc(x)
-    z = m.drop(y)
-    b = m.other(x)
-    return a * b + z
-
-
-UNMOVED = [
-    (around(exp, lambda m, x, y: (x * 2).relu_()), ["exp relu"]),
-    (around(lambda m, x: m.norm(x), lambda m, x, y: m.second_norm(y)), ["norm relu"]),
-    (past_a_whole_region, ["fc relu"]),
-    (within_a_region, ["frozen relu"]),
-    (a_region_of_its_own, ["fc _set_grad_enabled exp _set_grad_enabled_1 mul relu"]),
-    (past_writes_to_others, ["fc relu"]),
-    (past_dropout_that_is_off, ["drop relu"]),
-    (sizes_past_a_write, ["size fc view"]),
-    (side_by_side, ["fc", "other"]),
-]
-
-
-@pytest.mark.parametrize(("code", "chains"), UNMOVED)
-def test_what_leaves_the_numbers_is_done(code, chains):
-    gm = traced(code)
-    state = kept(gm)
-    expected = numbers(gm, state)
-    rewrite(gm, chains)
-    gm.graph.lint()
-    assert gm.graph.find_nodes(op="call_module", target="Fused_0" if len(chains) == 1 else "Both_0")
-    torch.testing.assert_close(numbers(gm, state), expected, rtol=0, atol=0)
+    ENTRIES.check(title, tell, update_golden)
 
 
 past_a_checkpoint, past_a_checkpoint_of_the_same = (

@@ -70,26 +70,13 @@ SIZES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """How to build one model, and where its parts are.
+    """How to build one model, and where its parts are."""
 
-    Attributes
-    ----------
-    cls
-        Name of the class in ``transformers``.
-    layers
-        Path of the list of layers.
-    settings
-        Arguments of the config besides `SIZES`.
-    inputs
-        ``inputs(batch, length, labels)`` -> keyword arguments of forward.
-    containers
-        Paths of the containers from the root down to the layers, if these are not all around them.
-    """
-
-    cls: str
-    layers: str
-    settings: dict[str, Any]
-    inputs: Callable[[int, int, bool], dict[str, Tensor]] = text
+    cls: str  # name of the class in ``transformers``
+    layers: str  # path of the list of layers
+    settings: dict[str, Any]  # arguments of the config besides `SIZES`
+    inputs: Callable[[int, int, bool], dict[str, Tensor]] = text  # batch, length, labels
+    #: paths of the containers from the root down to the layers, if these are not all around them
     containers: tuple[str, ...] = ()
 
     def build(self, seed: int = 0, **changes: Any) -> nn.Module:

@@ -1,7 +1,4 @@
-"""Kernels of liger-kernel without a GPU: run by Triton's interpreter, or compiled for one.
-
-    python -m tests.op.liger_kernels interpret
-    python -m tests.op.liger_kernels compile FOLDER
+"""Kernels of liger-kernel without a GPU: ``python -m tests.op.liger_kernels``.
 
 A process of its own, as Triton decides when it is imported whether it interprets.
 """
@@ -9,9 +6,6 @@ A process of its own, as Triton decides when it is imported whether it interpret
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,11 +17,6 @@ from slapo.op.mlp import gated_gelu, gated_silu
 
 #: Of prime sizes, of one column, and as wide as models have them.
 SHAPES = [(3, 5, 17), (7, 1), (1, 64), (2, 1376)]
-
-
-def take_all() -> None:
-    """Have the kernels take what they would on CUDA."""
-    liger._misfit = lambda *tensors: None
 
 
 def norm_of_llama(x: Tensor, weight: Tensor) -> Tensor:
@@ -65,7 +54,7 @@ def interpret() -> None:
     interpreter._implicit_cvt = converted
     geglu.tanh = lambda x: 2 * tl.sigmoid(2 * x) - 1
     rms_norm.rsqrt = lambda x: 1 / tl.sqrt(x)
-    take_all()
+    liger._misfit = lambda *tensors: None  # they take what they would on CUDA
     for name, (function, reference, has_weight) in FUNCTIONS.items():
         # Not bfloat16: the interpreter multiplies its bits as integers.
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 4e-3)):
@@ -89,68 +78,7 @@ def compare(function: Any, reference: Any, inputs: tuple[Tensor, ...], tolerance
     assert all(torch.equal(one, other) for one, other in zip(inputs, kept, strict=True))
 
 
-def compile_all() -> None:
-    """The launches that our functions make, with their arguments, as code for each architecture."""
-    take_all()
-    with launches() as made:
-        for name, (function, _, has_weight) in FUNCTIONS.items():
-            for dtype in (torch.float32, torch.bfloat16):
-                # Short rows of many heads take other kernels of the norms than wide ones.
-                for shape in [(2, 1376), *([(1 << 15, 128)] if has_weight else [])]:
-                    first = torch.zeros(shape, dtype=dtype).requires_grad_()
-                    second = first.detach()[0].clone() if has_weight else torch.zeros_like(first)
-                    made.clear()
-                    function(first, second.requires_grad_()).sum().backward()
-                    assert len(made) == 2, [kernel.__name__ for kernel, *_ in made]
-                    for kernel, arguments, options in made:
-                        compile_one(name, kernel, arguments, options)
-
-
-@contextmanager
-def launches() -> Iterator[list[tuple[Any, dict[str, Any], dict[str, Any]]]]:
-    """What is launched while the block runs, in place of being run."""
-    from triton.runtime.jit import JITFunction
-
-    made: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
-
-    def note(self: Any, *args: Any, grid: Any, warmup: Any, **kwargs: Any) -> None:
-        given = dict(zip(self.arg_names, args, strict=False))
-        given.update({name: kwargs.pop(name) for name in self.arg_names if name in kwargs})
-        made.append((self, given, kwargs))
-
-    run, JITFunction.run = JITFunction.run, note
-    try:
-        yield made
-    finally:
-        JITFunction.run = run
-
-
-def compile_one(name: str, kernel: Any, arguments: dict[str, Any], options: dict[str, Any]) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.runtime.jit import mangle_type
-
-    signature, constants = {}, {}
-    for number, parameter in enumerate(kernel.params):
-        value = arguments.get(parameter.name, parameter.default)
-        if parameter.is_constexpr or value is None:
-            signature[parameter.name], constants[(number,)] = "constexpr", value
-        else:
-            signature[parameter.name] = mangle_type(value)
-    source = ASTSource(kernel, signature, constants)
-    kind = next(each.dtype for each in arguments.values() if isinstance(each, Tensor))
-    for arch in (70, 80, 90):
-        made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-        size, shared = len(made.asm["cubin"]), made.metadata.shared
-        print(name, kernel.__name__, kind, f"sm_{arch}", size, shared, flush=True)
-
-
 if __name__ == "__main__":
     torch.manual_seed(0)
-    if sys.argv[1] == "compile":
-        os.environ["TRITON_CACHE_DIR"] = sys.argv[2]
-        compile_all()
-    else:
-        os.environ["TRITON_INTERPRET"] = "1"
-        interpret()
+    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()

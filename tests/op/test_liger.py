@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,6 @@ from tests.op.test_mlp import MLP, numbers, same
 from tests.op.test_norm import GemmaRMSNorm, LlamaRMSNorm, made
 from tests.versions import interprets_loops, t5_takes_attention
 
-KERNELS = ("-m", "tests.op.liger_kernels")
 needs_liger = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("liger_kernel", "triton")),
     reason="needs liger-kernel and triton",
@@ -294,17 +292,5 @@ def test_recipes_ask_for_them(
 @needs_liger
 @interprets_loops
 def test_kernels_in_the_interpreter() -> None:
-    found = run(*KERNELS, "interpret").split()
+    found = run("-m", "tests.op.liger_kernels").split()
     assert found[::2] == ["silu", "gelu", "llama", "gemma"]
-
-
-@needs_liger
-@pytest.mark.slow
-def test_kernels_compile_for_each_architecture(tmp_path: Path) -> None:
-    printed = run(*KERNELS, "compile", str(tmp_path))
-    lines = [line for line in printed.splitlines() if " sm_" in line]
-    found = {(line.split()[0], line.split()[3]) for line in lines}
-    names = ("silu", "gelu", "llama", "gemma")
-    assert found == {(name, f"sm_{arch}") for name in names for arch in (70, 80, 90)}
-    # No block needs more memory than the smallest of these devices has for one.
-    assert all(int(line.split()[5]) <= 96 * 1024 for line in lines)

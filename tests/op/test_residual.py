@@ -21,6 +21,7 @@ from transformers.models.bert.modeling_bert import BertOutput
 import slapo
 from slapo.op import residual
 from slapo.op.residual import DenseDropoutAddNorm, dropout_add_norm
+from tests.entries import Entries
 from tests.op.processes import run
 from tests.versions import interprets_loops
 
@@ -144,45 +145,25 @@ def test_traced_and_compiled() -> None:
         assert torch.equal(DenseDropoutAddNorm.like(end)(x, rest), end(x, rest))
 
 
-ACTIONS: dict[str, Any] = {
-    "nothing": lambda module, name: None,
-    "hook": lambda module, name: module.get_submodule(name).register_forward_hook(lambda *_: None),
-    "checkpoint": lambda module, name: slapo.create_schedule(module)[name].checkpoint(),
-    "forward": lambda module, name: setattr(module.get_submodule(name), "forward", torch.abs),
-    "another": lambda module, name: setattr(module, name, nn.Identity()),
-    "no parameters": lambda module, name: setattr(
-        module, name, nn.LayerNorm(8, elementwise_affine=False)
-    ),
-    "two axes": lambda module, name: setattr(module, name, nn.LayerNorm((2, 8))),
-    "no bias": lambda module, name: setattr(module, name, nn.LayerNorm(8, bias=False)),
-}
+#: What is done to the end of a block, and what computes it then.
+ENTRIES = Entries("fused_ends.txt", globals())
 
 
-@pytest.mark.parametrize(
-    ("action", "name", "is_fused"),
-    [
-        ("nothing", "LayerNorm", True),
-        ("no bias", "LayerNorm", True),
-        ("hook", "dense", True),  # as on a row-sharded layer
-        *((action, "LayerNorm", False) for action in ("no parameters", "two axes")),
-        *(
-            (action, name, False)
-            for action in ("hook", "checkpoint", "forward", "another")
-            for name in ("LayerNorm", "dropout")
-        ),
-    ],
-)
+@pytest.mark.parametrize("title", ENTRIES.titles)
 def test_the_kernel_computes_unchanged_children_only(
-    action: str, name: str, is_fused: bool, monkeypatch: pytest.MonkeyPatch
+    title: str, monkeypatch: pytest.MonkeyPatch, update_golden: bool
 ) -> None:
     monkeypatch.setattr(residual, "_unsupported", lambda *operands: None)
-    module = DenseDropoutAddNorm.like(end_of_block(6, 8))
-    x = torch.ones(2, 8)
-    ACTIONS[action](module, name)
-    assert not module._is_fused(x, x)  # off by default
-    module.backend = "triton"
-    assert module._is_fused(x, x) is is_fused
-    assert not module._is_fused(x, x[:1])
+
+    def tell(change: Any) -> str:
+        end, x = DenseDropoutAddNorm.like(end_of_block(6, 8)), torch.ones(2, 8)
+        change(end)
+        assert not end._is_fused(x, x)  # off by default
+        end.backend = "triton"
+        assert not end._is_fused(x, x[:1])
+        return "the kernel" if end._is_fused(x, x) else "the modules"
+
+    ENTRIES.check(title, tell, update_golden)
 
 
 # --- the kernel ----------------------------------------------------------------------------------

@@ -424,40 +424,15 @@ def test_a_replacement_that_writes_to_what_it_receives() -> None:
     torch.testing.assert_close(run_apart(sch.mod, (X,)), sch.mod(X))
 
 
-def test_wrapped_modules_follow_the_mode() -> None:
-    drops = [make(lambda self, x: torch.dropout(x, 0.5, self.training)) for _ in range(2)]
-    sch = slapo.create_schedule(nn.Sequential(*drops, nn.Linear(4, 4)).train())
-    sch["0"].checkpoint().fork_rng()
-    sch["1"].checkpoint()
-    sch.trace_until("")
-    for path in ("0", "1"):
-        assert sch[path].mod.training
-        assert sch[path].mod.mod.training
-    for module in sch.mod.modules():
-        module.training = False
-    assert not sch["0"].mod.mod.mod.training
-    sch.mod.train()
-    assert sch["0"].mod.mod.mod.training
-
-
-def test_parameters_that_torchscript_has_compiled_keep_their_names() -> None:
+def test_a_stage_with_a_script() -> None:
+    """Its parameters keep their names; it cannot be given other tensors for the probe."""
     script = torch.jit.script(nn.Linear(4, 6))
-    sch = slapo.create_schedule(nn.Sequential(script, nn.Linear(6, 4), nn.ReLU()))
+    sch = slapo.create_schedule(nn.Sequential(script, nn.ReLU(), nn.Linear(6, 4)))
     sch.trace_until("")
     sch["1"].cut_pipeline_stage()
     partition(sch)
-    assert sch.mod.first_name(0, "0.weight") == "0.weight"
-    assert sch.mod(torch.ones(3, 4)).shape == (3, 4)
-
-
-def test_what_a_stage_with_a_script_sends() -> None:
-    """What TorchScript has compiled cannot be given other tensors for the probe."""
-    layers = nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4)
-    sch = slapo.create_schedule(nn.Sequential(*layers))
-    sch.fuse(sch.find(lambda x: F.relu(x))[0], compiler="TorchScript")
-    sch["FusedModule_0"].cut_pipeline_stage()
-    partition(sch)
     first = sch.mod.stages[0]
+    assert sch.mod.first_name(0, "0.weight") == "0.weight"
     received = describe_tensors(first.received, [torch.ones(3, 4)])
     (sent,) = ShapeProbe(first, torch.device("cpu")).run(received)
     assert sent.shape == (3, 6)

@@ -19,11 +19,15 @@ X = torch.randn(3, 4)
 
 # --- annotate --------------------------------------------------------------------------------
 def test_a_tag_follows_every_new_tensor(pair: None) -> None:
-    sch = slapo.create_schedule(nn.Sequential(nn.Linear(4, 4)))
+    linear: Any = nn.Linear(4, 4)
+    linear.weight.requires_grad_(False)
+    linear.weight.mine = "kept"
+    sch = slapo.create_schedule(nn.Sequential(linear))
     node = sch["0"].annotate("weight", "kind", "expert").annotate("bias", "kind", 1)
     assert node.metadata.param_tags == {"weight": {"kind": "expert"}, "bias": {"kind": 1}}
     node.shard("weight", 0)
-    assert node.mod.weight.kind == "expert"
+    assert (linear.weight.mine, linear.weight.kind) == ("kept", "expert")
+    assert not linear.weight.requires_grad
     node.replace(nn.Linear(4, 4))
     assert (node.mod.weight.kind, node.mod.bias.kind) == ("expert", 1)
 

@@ -214,8 +214,3 @@ def test_notes_outlast_a_trace_of_the_parent(flatten: bool) -> None:
     if not flatten:  # else what is in a leaf is none of the schedule's
         assert notes(sch, "fc1") == "shard('weight', axis=0)"
     assert notes(copy.deepcopy(sch), "0") == "checkpoint()"
-
-
-def test_the_record_reads_as_its_calls() -> None:
-    sch = one_of_a_stack()
-    assert repr(sch.history[0]) == str(sch.history[0])

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import slapo
 from slapo.graph.match.canonical import ModuleState
 from slapo.hooks import get_hooks
-from slapo.op import CheckPointWrapper
 from slapo.op.linear import LinearWithSyncFunc
 from slapo.weights.provenance import Source
 from tests.fingerprint import refused
@@ -114,22 +113,6 @@ def test_only_below_the_node_and_outermost_first() -> None:
     assert paths == ["0.0"]
 
 
-def test_checkpointed_modules_stay_so() -> None:
-    sch = slapo.create_schedule(Stack())
-    sch["layers.0"].checkpoint()
-    sch.replace_all(Block, lambda path, m: nn.Linear(4, 4))
-    assert isinstance(sch["layers.0"].mod, CheckPointWrapper)
-    assert isinstance(sch["layers.0"].mod.mod, nn.Linear)
-    assert sch.mod(X).shape == (3, 4)
-
-
-def test_traced_modules_are_known_by_their_class() -> None:
-    sch = slapo.create_schedule(Stack())
-    sch.trace()
-    sch.replace_all(Block, lambda path, m: nn.Identity())
-    assert isinstance(sch["layers.2"].mod, nn.Identity)
-
-
 def test_an_error_of_the_function_changes_nothing() -> None:
     sch = slapo.create_schedule(Stack())
     with refused(sch, ZeroDivisionError, "by zero"):
@@ -137,34 +120,6 @@ def test_an_error_of_the_function_changes_nothing() -> None:
 
 
 # --- operations ------------------------------------------------------------------------------
-def gelu_mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.GELU())
-
-
-def gelu_of_fc1(x: Tensor) -> Tensor:
-    return F.gelu(slapo.call_module("fc1", x))
-
-
-def test_names_take_the_first_free_number() -> None:
-    sch = slapo.create_schedule(Stack())
-    sch.trace(flatten=True)
-    for k in range(3):
-        match = sch.find(lambda x: F.gelu(slapo.call_module(r"layers\.\d\.fc1", x)))
-        sch.replace(gelu_mlp(), match[:1], name="Up")
-        assert f"Up_{k}" in sch
-
-
-def test_a_function_and_concrete_args() -> None:
-    def scaled(scale: float, x: Tensor, more: float = 1.0, *, flag: bool) -> Tensor:
-        return x * scale * more if flag else x
-
-    sch = slapo.create_schedule(nn.Sequential(nn.ReLU()))
-    constants = {"scale": 3.0, "flag": True}
-    match = sch.find(lambda x: F.relu(x))
-    sch.replace(fn_or_mod=scaled, target_ops=match, concrete_args=constants)
-    assert torch.equal(sch.mod(X), 3 * X)
-
-
 class PackedQkv(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -238,16 +193,6 @@ def test_one_node() -> None:
     assert torch.allclose(sch.mod(X), torch.log_softmax(X, -1))
     with refused(sch, ValueError, "'x' is the graph's placeholder"):
         sch.replace(log_softmax, ("", next(iter(sch.mod.graph.nodes))))
-
-
-def test_modules_that_a_rewrite_of_a_flat_graph_drops_leave_the_tree() -> None:
-    sch = slapo.create_schedule(Stack(2))
-    sch.trace(flatten=True)
-    match = sch.find(lambda x: slapo.call_module(r"layers.1.fc2", x))
-    sch.replace(nn.Linear(8, 4), match, name="New")
-    assert "layers.1.fc2" not in sch
-    assert sch["New_0"].mod is sch.mod.New_0
-    assert "layers.0.fc2" in sch
 
 
 # --- values by the names of the pattern ------------------------------------------------------

@@ -1,98 +1,56 @@
 """``.shard`` on ranks of a pretended world: slices, sizes, ties, and what it refuses."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D  # noqa: F401 - of the golden file
 
 import slapo
 from slapo.sharding.layout import Layout
 from slapo.sharding.rules import Effect, register_shard_rule
 from slapo.sharding.shards import shards_of
 from slapo.verify.placement.offline import fake_world
+from tests.entries import Entries
 from tests.fingerprint import refused
 from tests.graph.served import make
 from tests.primitives.models import Tied
 
-
-@pytest.fixture(params=[(0, 2), (1, 2), (3, 4)], ids=lambda p: f"rank{p[0]}of{p[1]}")
-def world(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
-    """One rank of a group whose collectives do nothing."""
-    rank, size = request.param
-    with fake_world(size, rank):
-        yield rank, size
+#: A module, tensor and axis of a shard, and the sizes that change on two and four ranks.
+ENTRIES = Entries("slices.txt", globals())
 
 
-def hf_conv1d(nf: int, nx: int) -> nn.Module:
-    from transformers.pytorch_utils import Conv1D
+@pytest.mark.parametrize("title", ENTRIES.titles)
+def test_slice_and_sizes(title: str, update_golden: bool) -> None:
+    def tell(make: Callable[[], nn.Module], shard: tuple[str, int]) -> str:
+        told = {}
+        for rank, ranks in ((0, 2), (1, 2), (3, 4)):
+            with fake_world(ranks, rank):
+                module, before = sharded(make, *shard, rank, ranks), vars(make())
+            sizes = {k: v for k, v in vars(module).items() if isinstance(v, int)}
+            told[ranks] = {k: v for k, v in sizes.items() if v != before[k]}
+        return str(told)
 
-    return Conv1D(nf, nx)
-
-
-#: module, tensor, axis -> attributes afterwards, as multiples of 1 / world_size
-SIZES: dict[str, tuple[Callable[[], nn.Module], str, int, dict[str, int]]] = {
-    "linear column": (lambda: nn.Linear(8, 12), "weight", 0, {"out_features": 12}),
-    "linear row": (lambda: nn.Linear(8, 12), "weight", 1, {"in_features": 8}),
-    "linear row from the end": (lambda: nn.Linear(8, 12), "weight", -1, {"in_features": 8}),
-    "linear bias": (lambda: nn.Linear(8, 12), "bias", 0, {"out_features": 12}),
-    "conv1d hf column": (lambda: hf_conv1d(12, 8), "weight", 1, {"nf": 12}),
-    "conv1d hf row": (lambda: hf_conv1d(12, 8), "weight", 0, {"nx": 8}),
-    "conv column": (lambda: nn.Conv2d(8, 12, 3), "weight", 0, {"out_channels": 12}),
-    "conv row": (lambda: nn.Conv2d(8, 12, 3), "weight", 1, {"in_channels": 8}),
-    "conv groups": (
-        lambda: nn.Conv2d(8, 12, 3, groups=4),
-        "weight",
-        0,
-        {"out_channels": 12, "in_channels": 8, "groups": 4},
-    ),
-    "transposed conv": (lambda: nn.ConvTranspose2d(8, 12, 3), "weight", 1, {"out_channels": 12}),
-    "batch norm": (lambda: nn.BatchNorm2d(8), "running_mean", 0, {"num_features": 8}),
-    "instance norm": (lambda: nn.InstanceNorm2d(8, affine=True), "weight", 0, {"num_features": 8}),
-    "group norm": (
-        lambda: nn.GroupNorm(4, 8),
-        "weight",
-        0,
-        {"num_channels": 8, "num_groups": 4},
-    ),
-    "embedding rows": (lambda: nn.Embedding(8, 12), "weight", 0, {"num_embeddings": 8}),
-    "embedding columns": (lambda: nn.Embedding(8, 12), "weight", 1, {"embedding_dim": 12}),
-    "embedding bag": (lambda: nn.EmbeddingBag(8, 12), "weight", 1, {"embedding_dim": 12}),
-    "prelu": (lambda: nn.PReLU(8), "weight", 0, {"num_parameters": 8}),
-    "bilinear": (lambda: nn.Bilinear(3, 5, 8), "weight", 0, {"out_features": 8}),
-}
+    ENTRIES.check(title, tell, update_golden)
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_slice_and_sizes(name: str, world: tuple[int, int]) -> None:
-    make, tensor_name, axis, sizes = SIZES[name]
-    rank, ranks = world
+def sharded(
+    make: Callable[[], nn.Module], name: str, axis: int, rank: int, ranks: int
+) -> nn.Module:
     module = make()
-    whole = getattr(module, tensor_name).detach().clone()
-    node = slapo.create_schedule(nn.Sequential(module))["0"].shard(tensor_name, axis)
-    local = getattr(node.mod, tensor_name)
+    whole = getattr(module, name).detach().clone()
+    node = slapo.create_schedule(nn.Sequential(module))["0"].shard(name, axis)
+    local = getattr(node.mod, name)
     assert node.mod is module
     assert torch.equal(local, whole.chunk(ranks, axis)[rank])
     assert local.orig_shape == whole.shape
-    assert type(local) is type(getattr(make(), tensor_name))
-    assert {key: getattr(module, key) for key in sizes} == {
-        key: size // ranks for key, size in sizes.items()
-    }
+    assert type(local) is type(getattr(make(), name))
     # Its own storage: the whole tensor can be freed.
     assert local.untyped_storage().nbytes() == local.numel() * local.element_size()
-
-
-def test_what_a_parameter_carries_follows(pair: None) -> None:
-    linear = nn.Linear(4, 4)
-    linear.weight.requires_grad_(False)
-    linear.weight.mine = "kept"
-    sch = slapo.create_schedule(nn.Sequential(linear))
-    sch["0"].annotate("weight", "kind", 3).shard("weight", 0)
-    assert (linear.weight.mine, linear.weight.kind) == ("kept", 3)
-    assert not linear.weight.requires_grad
-    assert sch["0"].metadata.primitives["shard"]["weight"].axis == 0
+    return module
 
 
 def test_a_class_of_ones_own_may_have_a_rule(pair: None) -> None:

@@ -34,16 +34,6 @@ def test_children_stay_calls_under_their_names(recursive: bool) -> None:
     torch.testing.assert_close(sch.mod(X), reference(X))
 
 
-@pytest.mark.parametrize("leaf", ["Block", "layers.0"])
-def test_leaves_by_class_or_path(leaf: str) -> None:
-    sch = slapo.create_schedule(Stack(1))
-    sch.trace(leaf_modules=[leaf])
-    assert not isinstance(sch["layers.0"].mod, fx.GraphModule)
-    flat = slapo.create_schedule(Stack(1))
-    flat.trace(flatten=True, leaf_modules=(leaf,))
-    assert targets(flat) == ["layers.0", "head"]
-
-
 # --- trace_until -----------------------------------------------------------------------------
 def outer() -> Any:
     return nn.Sequential(OrderedDict(body=Stack(3), tail=Block()))

@@ -19,26 +19,11 @@ from slapo.wrapper import innermost
 
 
 class Alone:
-    """A model that one process trains on whole batches.
+    """A model that one process trains on whole batches: a copy, by parameters of float32.
 
-    Parameters
-    ----------
-    model
-        Is copied. The optimizer's parameters are of float32, those of the copy may be of less.
-    loss_fn
-        As ``build`` takes it; with ``(sum, count)`` for whole batches only.
-    optimizer
-        As ``build`` takes it.
-    named
-        Whether `optimizer` gets names too.
-    clip
-        Largest norm.
-    lr_scheduler
-        As ``build`` takes it.
-    dtype
-        What the copy computes in; None: as it is.
-    parts
-        Micro-batches of a step, whose gradients are added up in float32.
+    `loss_fn`, `optimizer` and `lr_scheduler` are as ``build`` takes them; ``(sum, count)`` is of a
+    whole batch only. The optimizer may get names too. The copy computes in `dtype`, and gradients
+    of the `parts` of a batch are added up in float32.
     """
 
     def __init__(
@@ -153,19 +138,9 @@ def of_this_rank(mesh: Any, batch: Any) -> Any:
 def compare(
     engine: Any, alone: Alone, batches: Iterable[Any], form: Callable[[Any], Any] | None = None
 ) -> dict[str, float]:
-    """Train both on the same batches; the largest differences.
+    """Train both on the same batches; the largest differences, of norms relative ones.
 
-    Parameters
-    ----------
-    form
-        What is made of a batch before the engine gets it.
-
-    Returns
-    -------
-    losses, state
-        Absolute.
-    norms
-        Of the gradients, relative; 0 where the engine takes none.
+    `form` makes of a batch what the engine gets. The norm is 0 where the engine takes none.
     """
     found = {"losses": 0.0, "norms": 0.0}
     for batch in batches:

@@ -92,13 +92,6 @@ def test_ranks_that_share_a_batch_have_the_same() -> None:
     }.get(rank, "None")
 
 
-def test_alone_everything_passes() -> None:
-    assert all_ranks_or_none("nothing", lambda: 5) == 5
-    same_on_all_ranks("value", object())
-    with pytest.raises(KeyError):
-        all_ranks_or_none("nothing", lambda: {}["x"])
-
-
 @pytest.mark.parametrize(
     "dtype",
     [

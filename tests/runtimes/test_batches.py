@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 
 import slapo
-from slapo.framework_dialect.batches import Batch, target_counts
+from slapo.framework_dialect.batches import Batch, target_counts  # noqa: F401
+from tests.entries import Entries
 from tests.graph.served import make as module_of
 from tests.runtimes.alone import Alone, compare
 from tests.runtimes.contract import sgd
@@ -25,58 +27,40 @@ def rows(n: int) -> torch.Tensor:
     return torch.arange(2 * n).view(n, 2)
 
 
-def test_a_tensor_is_cut_in_views() -> None:
-    inputs, targets = rows(6), torch.arange(6)
-    parts = split_batch((inputs, targets), 3)
-    assert len(parts) == 3
-    assert torch.equal(torch.cat([part.args[0] for part in parts]), inputs)
-    assert torch.equal(torch.cat([part.targets for part in parts]), targets)
-    assert parts[1].args[0].tolist() == [[4, 5], [6, 7]]
+IDS = torch.arange(24).reshape(4, 6) % 7
+
+
+def axes_of(name: str, value: Any, dims: Any = None) -> Any:
+    """The axis of samples in an argument beside tokens."""
+    batch = Batch.of(({"ids": IDS, name: value}, IDS), "cpu", dims)
+    batch.check_totals()
+    return batch.axes[1]
+
+
+#: Calls of batches, and what they return.
+ENTRIES = Entries("batches.txt", globals())
+
+
+def plain(value: Any) -> Any:
+    """Without tensors, and parts as what the model and the loss function get."""
+    if isinstance(value, Batch):
+        return plain([*value.args, *([value.kwargs] if value.kwargs else []), value.targets])
+    if isinstance(value, Mapping):
+        return {name: plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(plain, value))
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("title", ENTRIES.titles)
+def test_axes_and_parts(title: str, update_golden: bool) -> None:
+    ENTRIES.check(title, lambda found: str(plain(found)), update_golden)
+
+
+def test_parts_are_views() -> None:
+    targets = torch.arange(6)
+    parts = split_batch((rows(6), targets), 3)
     assert parts[2].targets.data_ptr() == targets[4:].data_ptr()
-    assert parts[0].kwargs == {}
-
-
-def test_labels_along_another_axis_are_padded_there_and_not_counted() -> None:
-    labels = torch.arange(12).view(4, 3)
-    batch = Batch.of(({"labels": labels}, torch.zeros(3)), "cpu", {"labels": 1})
-    padded = batch.cut(2, pads=True)[1]
-    assert padded.kwargs["labels"].T.tolist() == [[2, 5, 8, 11], [-100] * 4]
-    assert target_counts(batch, shifts=False) is None
-
-
-def test_padding_leaves_labels_that_are_not_split() -> None:
-    labels = torch.arange(6)
-    batch = Batch.of(({"x": rows(3), "labels": labels}, torch.zeros(3)), "cpu", {"labels": None})
-    batch.cut(2, pads=True)
-    assert labels.tolist() == [0, 1, 2, 3, 4, 5]
-
-
-def test_positional_arguments_with_scalars_and_others() -> None:
-    scalar = torch.tensor(0.5)
-    parts = split_batch([[rows(4), scalar, "mode", None], None], 2)
-    assert parts[1].args[0].tolist() == [[4, 5], [6, 7]]
-    assert parts[1].args[1:] == (scalar, "mode", None)
-    assert parts[1].targets is None
-
-
-def test_keyword_arguments_and_nested_targets() -> None:
-    # As the tokenizers of Transformers return them: a mapping that is no dict.
-    inputs: Any = UserDict(input_ids=rows(4), use_cache=False, extra=UserDict(mask=rows(4)))
-    targets = {"a": [rows(4), (torch.arange(4), None)], "w": torch.tensor(2.0)}
-    parts = split_batch((inputs, targets), 2)
-    assert parts[1].args == ()
-    assert set(parts[1].kwargs) == {"input_ids", "use_cache", "extra"}
-    assert parts[1].kwargs["extra"]["mask"].tolist() == [[4, 5], [6, 7]]
-    assert parts[1].kwargs["use_cache"] is False
-    assert parts[1].targets["a"][1][0].tolist() == [2, 3]
-    assert parts[1].targets["w"] == 2.0
-
-
-def test_not_divisible() -> None:
-    assert [part.samples() for part in split_batch((rows(5), None), 3)] == [2, 2, 1]
-    assert Batch.of(((rows(5), rows(1)), torch.arange(5)), "cpu").size() == 5
-    assert split_batch((rows(5), None), 3)[2].args[0].tolist() == [[8, 9]]
-    assert Batch.of((rows(0), None), "cpu").most_parts(2) == 1
 
 
 @pytest.mark.parametrize(
@@ -110,36 +94,6 @@ def test_arguments_are_cast_and_targets_are_not() -> None:
     assert cast.args[0]["n"].dtype == torch.int64
     assert cast.targets.dtype == torch.float32
     assert batch.cast(None) is batch
-
-
-# --- samples along other axes --------------------------------------------------------------------
-IDS = torch.arange(24).reshape(4, 6) % 7
-
-
-def axes_of(name: str, tensor: torch.Tensor, dims: Any = None) -> Any:
-    batch = Batch.of(({"ids": IDS, name: tensor}, IDS), "cpu", dims)
-    batch.check_totals()
-    return batch.axes[1]
-
-
-def test_the_only_axis_of_the_size_of_the_batch() -> None:
-    assert axes_of("positions", torch.zeros(3, 4, 6, dtype=torch.int64)) == 1
-    assert axes_of("mask", torch.zeros(4, 1, 4, 4)) == 0  # samples come first
-    assert axes_of("ids_too", torch.zeros(4, 4, dtype=torch.int64)) == 0
-    assert axes_of("scale", torch.tensor(2.0)) is None
-    assert axes_of("flag", True) is None  # type: ignore[arg-type]
-    assert axes_of("lengths", torch.tensor([3, 4, 5, 6])) == 0
-
-
-def test_declared_axes() -> None:
-    assert axes_of("mask", torch.zeros(1, 6, 1), {"mask": None}) is None
-    assert axes_of("positions", torch.zeros(4, 4, 6, dtype=torch.int64), {"positions": 1}) == 1
-    assert axes_of("ends", torch.tensor([6, 12, 18, 24]), {"ends": None}) is None
-    parts = Batch.of(((IDS.t(), IDS), IDS), "cpu", {0: 1}).cut(2)
-    assert parts[1].args[0].shape == (6, 2)
-    assert torch.equal(parts[1].args[0].t(), parts[1].args[1])
-    assert parts[0].samples() == 2
-    assert [part.samples() for part in parts[0].cut(2)] == [1, 1]
 
 
 def embeds(self: Any, ids: Any, positions: Any, mask: Any, scale: Any) -> Any:

@@ -12,9 +12,8 @@ from torch import Tensor
 
 import slapo
 from slapo.agreement import gathered
-from tests.runtimes.alone import cut as cut_batch
-from tests.runtimes.contract import scheduled
-from tests.runtimes.deepspeed_models import SGD, Model, alone, batches, loss_fn, seeded
+from tests.runtimes.alone import cut
+from tests.runtimes.contract import Model, alone, data, loss_fn, scheduled, seeded, sgd
 from tests.runtimes.ranks import error_of, on_ranks
 
 pytestmark = [
@@ -23,25 +22,18 @@ pytestmark = [
 ]
 
 CONFIG = {
-    "train_micro_batch_size_per_gpu": 2,
+    "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 2,
     "gradient_clipping": 0.3,
 }
 
 
-def loss_of_tuple(output: dict[str, Tensor], labels: tuple[Tensor, Tensor]) -> Tensor:
-    # DeepSpeed hands labels over as a tuple.
-    return loss_fn(output, {"labels": labels[0], "more": [labels[1]]})
-
-
-def micro_batches(batch: Any, count: int) -> list[Any]:
-    (ids, flags), targets = batch
-    pieces = [t.chunk(count) for t in (ids, flags, targets["labels"], *targets["more"])]
-    return [((i, f), [y, w]) for i, f, y, w in zip(*pieces, strict=True)]
+def loss_of_tuple(output: Tensor, labels: tuple[Tensor]) -> Tensor:
+    return loss_fn(output, labels[0])  # DeepSpeed hands labels over as a tuple
 
 
 def refused(**options: Any) -> str:
-    given = {"config": CONFIG, "optimizer": SGD, **options}
+    given = {"config": CONFIG, "optimizer": sgd, **options}
     sch = slapo.create_schedule(Model())
     return error_of(lambda: slapo.build(sch, target="deepspeed", **given))
 
@@ -58,22 +50,22 @@ def topology_of(pp: int, tp: int, dp: int) -> Any:
 def test_a_pipeline_by_topology() -> None:
     """Three stages: the one in the middle never sees a batch."""
     topology = topology_of(3, 1, 1)
-    reference = alone(seeded(), parts=2, clip=0.3)
+    reference = alone(clip=0.3)
     sch = scheduled(seeded(), dist.new_subgroups(1)[0], stages=3)
     config = copy.deepcopy(CONFIG)
-    given = {"topology": topology, "loss_fn": loss_of_tuple, "optimizer": SGD}
+    given = {"topology": topology, "loss_fn": loss_of_tuple, "optimizer": sgd}
     engine, optimizer = slapo.build(sch, target="deepspeed", config=config, **given)
     assert type(engine).__mro__[1].__name__ == "PipelineEngine"
     assert optimizer is engine.optimizer
     assert config == CONFIG
-    for batch in batches(1, 2, size=4):
-        data = micro_batches(batch, 2)
-        value, logits = engine.eval_batch(iter(data), return_logits=True)
-        loss = engine.train_batch(data_iter=iter(data))
-        wanted = reference.step(batch)
-        assert abs(loss.item() - wanted) < 1e-5
-        assert abs(value.item() - wanted) < 1e-5
-        assert isinstance(logits, dict) == (dist.get_rank() == 2)
+    for batch in data(2):
+        parts = [((ids,), [targets]) for ids, targets in cut(batch, 2)]
+        value, logits = engine.eval_batch(iter(parts), return_logits=True)
+        evaluated, _ = reference.evaluate(batch)
+        loss = engine.train_batch(data_iter=iter(parts))
+        assert abs(loss.item() - reference.step(batch)) < 1e-5
+        assert abs(value.item() - evaluated) < 1e-5
+        assert isinstance(logits, Tensor) == (dist.get_rank() == 2)
     text = refused(topology=topology)
     assert "loss_fn" in text
     assert "pipe=3" in text
@@ -89,15 +81,15 @@ def test_a_pipeline_by_topology() -> None:
 def train(
     config: dict[str, Any], tp: int = 1, topology: Any = None, tolerance: float = 1e-5
 ) -> None:
-    model = seeded(scalar=config["zero_optimization"]["stage"] != 3)
     dtype = torch.bfloat16 if "bf16" in config else torch.float32
     dp = dist.get_world_size() // tp
-    reference = alone(copy.deepcopy(model).to(dtype), torch.optim.AdamW, dp, clip=0.3)
+    reference = alone(optimizer=torch.optim.AdamW, parts=dp, clip=0.3, dtype=dtype)
+    model = seeded()
     sch = scheduled(model, dist.group.WORLD) if tp > 1 else slapo.create_schedule(model)
     engine, _ = slapo.build(sch, target="deepspeed", config=config, topology=topology)
-    for batch in batches(dp, 3):
-        inputs, targets = cut_batch(batch, dp)[dist.get_rank() if dp > 1 else 0]
-        loss = loss_fn(engine(*inputs), targets)
+    for batch in data(3):
+        ids, targets = cut(batch, dp)[dist.get_rank() if dp > 1 else 0]
+        loss = loss_fn(engine(ids), targets)
         engine.backward(loss)
         engine.step()
         mean = loss.detach().float()
@@ -142,7 +134,7 @@ def test_options_are_read_or_refused() -> None:
     text = refused(config={**CONFIG, "gradient_clipping": 0.1 + rank})
     assert "build(target='deepspeed'): config differs between ranks" in text
     torch.manual_seed(rank)
-    given = {"config": copy.deepcopy(CONFIG), "optimizer": SGD, "sync_replicated": True}
+    given = {"config": copy.deepcopy(CONFIG), "optimizer": sgd, "sync_replicated": True}
     engine, _ = slapo.build(slapo.create_schedule(Model()), target="deepspeed", **given)
     sums = gathered([p.detach().float().sum().item() for p in engine.module.parameters()], None)
     assert sums[0] == sums[1]

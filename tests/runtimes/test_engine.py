@@ -71,7 +71,9 @@ OF_TORCH = [
 def shown(value: Any) -> str:
     if isinstance(value, tuple):
         return "x".join(map(str, value))
-    return str(list(value.values()) if isinstance(value, dict) else value)
+    return str(
+        list(value.values()) if isinstance(value, dict) else getattr(value, "__name__", value)
+    )
 
 
 def test_every_runtime_has_its_ways() -> None:
@@ -100,33 +102,34 @@ def as_tokenized(batch: Any) -> Any:
     return UserDict(ids=batch[0]), batch[1]
 
 
-@pytest.mark.parametrize(("target", "layout", "options"), [*CASES, *OF_TORCH], ids=shown)
+#: One of each way to sum over replicas, and to cut a batch.
+MEANS = [CASES[0], CASES[1], *[case for case in CASES if case[0] != "torch"][2::3]]
+
+
+@pytest.mark.parametrize(
+    ("target", "layout", "options", "loss"),
+    [
+        *((*case, counted) for case in (*CASES, *OF_TORCH)),
+        *((*case, loss_fn) for case in MEANS),
+    ],
+    ids=shown,
+)
 @on_ranks()
-def test_losses_that_count_are_exact(target: str, layout: Any, options: dict[str, Any]) -> None:
-    """Clipped at every step, with a rate that halves."""
-    given = {"loss_fn": counted, "lr_scheduler": halving}
+def test_losses_of_uneven_targets_are_exact(
+    target: str, layout: Any, options: dict[str, Any], loss: Any
+) -> None:
+    """Those that count, and means, which weigh as much as they have targets.
+
+    Some micro-batches have no target, and a mean that is not a number. Each step is clipped, and
+    the rate halves.
+    """
+    given = {"loss_fn": loss, "lr_scheduler": halving}
     engine = make(target, layout, clip_grad_norm=CLIP, **given, **options)
     reference = alone(clip=CLIP, **given)
     found = compare(engine, reference, uneven(), as_tokenized)
     assert max(found.values()) < TOLERANCE, found
     assert min(reference.norms) > CLIP
     assert engine.step_count == STEPS
-
-
-#: One of each way to sum over replicas, and to cut a batch.
-MEANS = [CASES[0], CASES[1], *[case for case in CASES if case[0] != "torch"][2::3]]
-
-
-@pytest.mark.parametrize(("target", "layout", "options"), MEANS, ids=shown)
-@on_ranks()
-def test_mean_losses_weigh_as_much_as_they_have_targets(
-    target: str, layout: Any, options: dict[str, Any]
-) -> None:
-    """Some micro-batches have no target, and a mean that is not a number."""
-    engine = make(target, layout, clip_grad_norm=CLIP, **options)
-    reference = alone(clip=CLIP)
-    found = compare(engine, reference, uneven(), as_tokenized)
-    assert max(found.values()) < TOLERANCE, found
 
 
 @on_ranks(1)

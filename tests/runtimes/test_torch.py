@@ -111,7 +111,8 @@ def test_probes_say_why_a_stage_fails() -> None:
 # --- on several processes ------------------------------------------------------------------------
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("target", "name"), [*(("torch", name) for name in sorted(SCHEDULES)), ("megatron", "1f1b")]
+    ("target", "name"),
+    [*(("torch", name) for name in sorted(SCHEDULES)), ("deepspeed", "1f1b"), ("megatron", "1f1b")],
 )
 @on_ranks(2)
 def test_lengths_may_change_from_batch_to_batch(target: str, name: str) -> None:

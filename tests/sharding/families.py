@@ -23,36 +23,16 @@ VOCABULARY, HIDDEN, HEADS, LAYERS = 48, 32, 4, 2
 
 @dataclass(frozen=True)
 class Region:
-    """A block that whole activations enter and leave, with slices in between.
+    """A block that whole activations enter and leave, with slices in between."""
 
-    Parameters
-    ----------
-    enter
-        The module whose input is whole.
-    columns
-        ``(path, axis of the weight, blocks)`` of layers whose output is split.
-    rows
-        ``(path, axis of the weight)`` of layers whose input is.
-    arguments
-        Names of the inputs whose gradients are summed; empty for all.
-    counts
-        ``(path, attribute)``: what each rank has its share of.
-    inner
-        Norms in between, whole, of which each rank sees some heads.
-    forked
-        Modules that draw random numbers for slices and nothing else.
-    shared
-        ``(path, attribute)``: of attention whose key and value heads may be fewer than the ranks,
-        the number of query heads that read one.
-    """
-
-    enter: str
-    columns: tuple[tuple[str, int, int], ...]
-    rows: tuple[tuple[str, int], ...]
-    arguments: tuple[str, ...] = ()
-    counts: tuple[tuple[str, str], ...] = ()
-    inner: tuple[str, ...] = ()
-    forked: tuple[str, ...] = ()
+    enter: str  # the module whose input is whole
+    columns: tuple[tuple[str, int, int], ...]  # path, axis, blocks of a weight whose output is cut
+    rows: tuple[tuple[str, int], ...]  # path and axis of a weight whose input is cut
+    arguments: tuple[str, ...] = ()  # inputs whose gradients are summed; empty for all
+    counts: tuple[tuple[str, str], ...] = ()  # path, attribute: what each rank has its share of
+    inner: tuple[str, ...] = ()  # norms in between, whole, of which each rank sees some heads
+    forked: tuple[str, ...] = ()  # modules that draw random numbers for slices and nothing else
+    #: path, attribute: how many query heads read a key head, where these may be fewer than ranks
     shared: tuple[str, str] = ("", "")
 
 
@@ -66,43 +46,24 @@ class Experts:
 
 @dataclass(frozen=True)
 class Stack:
-    """A list of layers.
+    """A list of layers."""
 
-    Parameters
-    ----------
-    layers
-        Glob of their paths.
-    norms, dropouts
-        Modules of a layer that see whole activations; under sequence parallelism, some tokens.
-    last
-        Where the tokens are gathered again: a module's output.
-    reads_parts
-        Whether what reads that sends back parts of its gradient.
-    norms_last
-        Whether the module `last` has weights that see some tokens only.
-    """
-
-    layers: str
+    layers: str  # glob of their paths
     regions: tuple[Region, ...]
-    norms: tuple[str, ...]
-    last: str
-    dropouts: tuple[str, ...] = ()
-    reads_parts: bool = True
-    norms_last: bool = True
+    norms: tuple[str, ...]  # see whole activations; under sequence parallelism, some tokens
+    last: str  # the module whose output has all tokens again
+    dropouts: tuple[str, ...] = ()  # as norms
+    reads_parts: bool = True  # whether what reads that sends back parts of its gradient
+    norms_last: bool = True  # whether the module `last` has weights that see some tokens only
     experts: Experts | None = None
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model, and how it is split.
+    """A model, and how it is split."""
 
-    Parameters
-    ----------
-    make
-        Its dropout, and how much larger the vocabulary and the blocks' insides are than what two
-        and four ranks shard evenly.
-    """
-
+    #: by its dropout, and how much larger the vocabulary and the blocks' insides are than what two
+    #: and four ranks shard evenly
     make: Callable[[float, int], nn.Module]
     stacks: tuple[Stack, ...]
     embeddings: tuple[str, ...]
@@ -348,12 +309,7 @@ def shared_heads(layer: slapo.Schedule, path: str) -> int | None:
 class Steps:
     """The right schedule of a family, one decision a method.
 
-    Parameters
-    ----------
-    sequence_parallel
-        Whether what is between the regions holds a part of the tokens on each rank.
-    uneven
-        Whether ranks may have shares of several sizes.
+    Between the regions each rank may hold a part of the tokens, and shares may be of several sizes.
     """
 
     def __init__(

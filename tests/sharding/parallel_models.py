@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slapo import Schedule, call_module
-from slapo.op import FlashAttention
+from slapo.op import FlashAttention, FusedQKV
 from slapo.sharding.collectives import reduce_from_group
 from slapo.sharding.vocab import masked
+from tests.sharding import packed
 
 # Sizes are prime or odd wherever the group's size need not divide them.
 BATCH, SEQ, HIDDEN = 7, 5, 12
@@ -279,6 +280,20 @@ def unequal_blocks(sch: Schedule) -> None:
     sch.set("sizes", [size // sch.world_size for size in sch.mod.sizes])
 
 
+def packed_heads(sch: Schedule) -> None:
+    assert sch.trace(example_inputs=WIDER().to(sch.mod.out.weight))
+    sch.replace(FusedQKV(16, 4), sch.find(packed.heads_of))
+    column(sch, "FusedQKV_0.fused_linear", blocks=3).sync("bwd_post", "all_reduce")
+    sch["out"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+
+def packed_gate(sch: Schedule) -> None:
+    assert sch.trace()
+    sch.replace(packed.Packed(), sch.find(lambda x: call_module("gate|up", x)))
+    column(sch, "Packed_0.both", blocks=2).sync("bwd_post", "all_reduce")
+    sch["down"].shard("weight", axis=1).sync("fwd_post", "all_reduce")
+
+
 def conv_net(sch: Schedule) -> None:
     column(sch, "conv1").sync("bwd_post", "all_reduce")
     for tensor in ("weight", "bias", "running_mean", "running_var"):
@@ -403,6 +418,7 @@ class Case:
     make: Callable[[], nn.Module]
     schedule: Callable[[Schedule], None]
     inputs: Callable[[], Tensor]
+    keeps_names: bool = True
 
 
 def activations(*shape: int) -> Callable[[], Tensor]:
@@ -480,6 +496,8 @@ CASES: dict[str, Case] = {
     "FlashAttention, packed": Case(
         lambda: FlashAttention(16, 4, fused_qkv=True, causal=True), flash_attention, WIDER
     ),
+    "packed in a capture": Case(packed.Attention, packed_heads, WIDER, keeps_names=False),
+    "packed in a trace": Case(packed.MLP, packed_gate, WIDER, keeps_names=False),
     "unequal blocks": Case(UnequalBlocks, unequal_blocks, X),
     "Conv2d and BatchNorm2d": Case(ConvNet, conv_net, IMAGES),
     "Conv1d and BatchNorm1d": Case(lambda: ConvNet(1), conv_net, activations(BATCH, 3, 11)),
