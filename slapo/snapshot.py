@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,12 +56,21 @@ class _ModuleState:
         original = self.containers.get(key)
         if original is None:
             return value
+        if _is_as_before(original, value):  # the frozen dicts of diffusers refuse updates
+            return original
         original.clear()
         if isinstance(original, list):
             original.extend(value)
         else:
             original.update(value)
         return original
+
+
+def _is_as_before(original: Any, kept: Any) -> bool:
+    if isinstance(kept, dict):
+        original, kept = ([*each, *each.values()] for each in (original, kept))
+    # By identity: tensors have no equality that is one truth value.
+    return len(original) == len(kept) and all(map(operator.is_, original, kept))
 
 
 class _TensorState:

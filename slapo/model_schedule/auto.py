@@ -33,6 +33,8 @@ logger = get_logger()
 #: A module list is a list of layers if it has at least this fraction of the largest one's
 #: parameters.
 _SMALL = 0.25
+#: Options for which a model needs a list of layers.
+OF_LAYERS = ("ckpt_ratio", "pipeline_cuts", "sequence_parallel")
 
 
 def family_recipe(config: Any) -> Recipe | None:
@@ -44,30 +46,33 @@ def family_recipe(config: Any) -> Recipe | None:
 def recipe_of_layers(model: nn.Module, base: str) -> Recipe:
     """Return a recipe of the layers alone, without entries for sharding."""
     found = lists_of_layers(model.get_submodule(base))
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no list of layers; pass the key of a family from `slapo "
-            "recipes`, or register a table with register_recipe()"
-        )
     return Recipe(
         stacks=tuple(Stack(path) for path in found),
         heads=_head(model),
         counts="",
+        refuses={} if found else dict.fromkeys(OF_LAYERS, "the model has no list of layers"),
     )
 
 
 def lists_of_layers(base: nn.Module) -> list[str]:
-    """Return the paths of the outermost module lists that are large enough to hold layers."""
+    """Return the paths of the outermost lists of modules that are large enough to hold layers."""
     lists: dict[str, int] = {}
     for path, module in base.named_modules():
         within = any(path.startswith(f"{other}.") for other in lists)
-        # torch keeps the parametrizations of a tensor in a subclass of ModuleList.
-        is_list = isinstance(module, nn.ModuleList) and not isinstance(module, ParametrizationList)
-        kinds = {type(each) for each in module} if is_list else set()
-        # In a list of lists, each is a stack. A list with gaps holds optional parts of one layer.
-        if kinds and not kinds & {nn.ModuleList, type(None)}:
-            lists |= {} if within else {path: sum(p.numel() for p in module.parameters())}
+        if _holds_layers(module) and path and not within:
+            lists[path] = sum(p.numel() for p in module.parameters())
     return [path for path, size in lists.items() if size >= max(1, _SMALL * max(lists.values()))]
+
+
+def _holds_layers(module: nn.Module) -> bool:
+    items = list(module._modules.values())
+    kinds = {type(each) for each in items}
+    if isinstance(module, nn.Sequential):  # blocks of one class, as in timm, not parts of a block
+        return len(items) > 1 == len(kinds) and all(each and each._modules for each in items)
+    # torch keeps the parametrizations of a tensor in a subclass of ModuleList. In a list of lists,
+    # each is a stack. A list with gaps holds optional parts of one layer.
+    is_list = isinstance(module, nn.ModuleList) and not isinstance(module, ParametrizationList)
+    return is_list and bool(kinds) and not kinds & {nn.ModuleList, type(None)}
 
 
 def _head(model: Any) -> str:

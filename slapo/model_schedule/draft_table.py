@@ -15,7 +15,7 @@ from slapo.derive.derivation import Derivation
 from slapo.derive.sizes import formula_of
 from slapo.errors import SlapoError
 from slapo.history import contains, numberless
-from slapo.model_schedule.auto import lists_of_layers
+from slapo.model_schedule.auto import OF_LAYERS, lists_of_layers
 from slapo.model_schedule.recipe import Recipe, Stack
 from slapo.model_schedule.splits import value_of
 from slapo.selection import compile_glob
@@ -42,10 +42,8 @@ def recipe_of_derivation(derivation: Derivation, base: str) -> Recipe:
         Stack(path, last=_last(derivation, within, path))
         for path in lists_of_layers(model.get_submodule(base))
     )
-    refuses = {}
-    if not stacks:
-        refuses["sequence_parallel"] = "the draft found no list of layers"
-    elif not words:  # every rank would compute whole layers on its own tokens
+    refuses = {} if stacks else dict.fromkeys(OF_LAYERS, "the draft found no list of layers")
+    if stacks and not words:  # every rank would compute whole layers on its own tokens
         refuses["sequence_parallel"] = "the draft shards no layer"
     around = [p for p in words if any(contains(p, within + stack.layers) for stack in stacks)]
     if around:

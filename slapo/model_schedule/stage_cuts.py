@@ -92,13 +92,13 @@ def cut(
 ) -> None:
     """Trace down to the layers that end stages, and cut after them."""
     containers, places, first = [], [], 0
-    for stack, paths in zip(stacks, layers, strict=True):
-        container = _container(sch, f"{base}.{stack.layers}".lstrip("."))
+    owners = [_container(sch, f"{base}.{stack.layers}".lstrip(".")) for stack in stacks]
+    for container, after, paths in zip(owners, [*owners[1:], None], layers, strict=True):
         own = [n - first for n in ends if first <= n < first + len(paths)]
         first += len(paths)
         # A stage that ends with a stack ends after the module that calls it, such as the encoder:
         # its last norm is then in the same stage, and nothing inside it need be traced.
-        whole = own[-1:] == [len(paths) - 1]
+        whole = own[-1:] == [len(paths) - 1] and container != after
         within = own[:-1] if whole else own
         containers += [container] if within else []
         places += [paths[n] for n in within] + ([container] if whole else [])
@@ -109,8 +109,9 @@ def cut(
 
 def _container(sch: Schedule, path: str) -> str:
     """Return the module that calls the layers; a ModuleList itself has no forward."""
-    is_list = isinstance(sch.mod.get_submodule(path), nn.ModuleList)
-    return path.rpartition(".")[0] if is_list else path
+    while isinstance(sch.mod.get_submodule(path), nn.ModuleList):
+        path = path.rpartition(".")[0]
+    return path
 
 
 def _trace(sch: Schedule, containers: Sequence[str], inputs: Any) -> None:
