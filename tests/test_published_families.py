@@ -14,7 +14,7 @@ from torch.testing import assert_close
 import slapo
 from slapo.graph.trace.nests import tensors
 from tests.graph.zoo import FAMILIES, each_layer
-from tests.test_published_behaviour import TRACERS
+from tests.test_published import TRACERS
 
 
 @pytest.mark.parametrize("part", ["layer", "attention"])

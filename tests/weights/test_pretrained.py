@@ -34,7 +34,7 @@ from tests.distributed import run_distributed
 from tests.model_schedule.models import MODELS, tokens
 from tests.runtimes.ranks import RUNTIMES, error_of, on_ranks, stand_in_for_cuda
 from tests.sharding.packed import MLP, Attention, Packed, heads_of
-from tests.verify.test_origins import Turned, interleave
+from tests.verify.test_verify import Turned, interleave
 
 LIMIT = "60KB"
 #: Of Transformers; the others have no folders.
