@@ -38,7 +38,6 @@ def applied(family: str, mistake: str, spreads: bool = False) -> tuple[Blame, li
 @pytest.mark.parametrize(
     ("family", "mistake", "kind"),
     [
-        ("gpt2", "no_forward_sync", "missing"),
         ("gpt2", "no_backward_sync", "missing"),
         ("gpt2", "wrong_axis", "different"),
         ("llama", "no_forward_sync", "missing"),

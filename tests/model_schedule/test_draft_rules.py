@@ -8,27 +8,26 @@ import pytest
 from torch import Tensor
 
 import slapo
-from tests.check.test_operations import ACROSS, BY_SIZE, LOOK_RIGHT, SLICE_BY_SLICE, Base, X
+from tests.check.test_operations import (
+    ACROSS,
+    BY_SIZE,
+    LOOK_RIGHT,
+    SLICE_BY_SLICE,
+    Base,
+    X,
+    number_for_each_sample,
+)
 
-#: Functions of slices, by their names or numbers.
+#: Functions of slices but for those that are written for a model that is split.
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    **{
-        f"{table}-{number if inside.__name__ == '<lambda>' else inside.__name__}": inside
-        for table, functions in {"by slices": SLICE_BY_SLICE, "across": ACROSS}.items()
-        for number, inside in enumerate(functions)
-    },
-    **LOOK_RIGHT,
-    **BY_SIZE,
+    name: inside
+    for name, inside in {**SLICE_BY_SLICE, **ACROSS, **LOOK_RIGHT, **BY_SIZE}.items()
+    if name not in ("random mask", "random coins") and not name.startswith("one coin for a sample")
 }
+FUNCTIONS["number for each sample"] = number_for_each_sample
 
 
-def draws_for_slices(name: str) -> bool:
-    """Return True for functions that are written for a model that is split."""
-    is_random = name in ("by slices-random_mask", "by slices-random_coins")
-    return is_random or name.startswith("one coin for a sample")
-
-
-@pytest.mark.parametrize("name", sorted(n for n in FUNCTIONS if not draws_for_slices(n)))
+@pytest.mark.parametrize("name", sorted(FUNCTIONS))
 def test_what_a_draft_shards_passes_the_check(name: str) -> None:
     drafted = slapo.draft(Base(FUNCTIONS[name]), X)
     assert drafted.verdict is None

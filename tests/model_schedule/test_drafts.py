@@ -23,7 +23,7 @@ from slapo.command import main
 from slapo.model_schedule import apply_schedule, recipe_of, unregister
 from slapo.model_schedule.drafts import draft_in_group
 from slapo.model_schedule.registry import recipe_keys
-from slapo.model_schedule.splits import entries_of, words_of
+from slapo.model_schedule.splits import entries_of
 from slapo.verify.numeric.harness import gathered_gradients
 from slapo.verify.placement.offline import fake_world
 from tests.distributed import run_distributed
@@ -630,11 +630,6 @@ def test_ranks_agree_with_dropout() -> None:
 
 
 # --- bad input: more in ``tests/golden/mistakes/draft.txt`` ---------------------------------------
-def test_words_that_are_no_list() -> None:
-    with pytest.raises(ValueError, match=r"not a list of words"):
-        words_of("columns(")
-
-
 def test_a_module_may_have_several_entries() -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     found, absent = entries_of(sch, [("0 1", "columns"), ("0 2", "fork_rng"), ("0 1", "sum")])

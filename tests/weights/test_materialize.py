@@ -161,15 +161,6 @@ class Scaled(nn.Module):
         nn.init.constant_(self.proj.weight, 3.0)
 
 
-def test_a_parent_may_initialize_its_child() -> None:
-    with slapo.init_empty_weights():
-        model = nn.Sequential(Scaled(), nn.Linear(4, 4))
-    slapo.build(slapo.create_schedule(model))
-    assert torch.equal(model[0].proj.weight, torch.full((4, 4), 3.0))
-    assert torch.equal(model[0].gain, torch.full((4,), 2.0))
-    assert model[0].proj.bias.abs().max() <= 0.5
-
-
 def test_wrappers_and_traces_are_seen_through() -> None:
     with slapo.init_empty_weights():
         sch = slapo.create_schedule(Stack(2))
