@@ -293,19 +293,14 @@ def test_tokens_masked_by_hand(two_ranks: None) -> None:
     assert "masked" in str(refused(by_hand, TOKENS))
 
 
-def wide_table() -> nn.Module:
-    """Tokens of 97, by way of a layer that reads what is gathered."""
-    layers = OrderedDict(table=nn.Embedding(97, 8), up=nn.Linear(8, 21), out=nn.Linear(21, 5))
-    return nn.Sequential(layers)
-
-
 @pytest.mark.parametrize(("world_size", "rank"), [(2, 0), (2, 1), (4, 0), (4, 3)])
 def test_uneven_shares(world_size: int, rank: int) -> None:
     """On every rank, where the last has the least: 25, 25, 25 and 22 rows, 6, 6, 6 and 3."""
     tokens = torch.randint(0, 97, (3, 7))
 
     def split(*left_out: str, total: int | None = 21) -> slapo.Schedule:
-        sch = slapo.create_schedule(wide_table())
+        layers = OrderedDict(table=nn.Embedding(97, 8), up=nn.Linear(8, 21), out=nn.Linear(21, 5))
+        sch = slapo.create_schedule(nn.Sequential(layers))
         sch["table"].shard("weight", 0, uneven=True)
         if "table" not in left_out:
             sch["table"].sync("fwd_post", "all_reduce")

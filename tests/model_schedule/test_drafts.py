@@ -23,7 +23,7 @@ from slapo.command import main
 from slapo.model_schedule import apply_schedule, recipe_of, unregister
 from slapo.model_schedule.drafts import draft_in_group
 from slapo.model_schedule.registry import recipe_keys
-from slapo.model_schedule.splits import entries_of
+from slapo.model_schedule.splits import entries_of, words_of
 from slapo.verify.numeric.harness import gathered_gradients
 from slapo.verify.placement.offline import fake_world
 from tests.distributed import run_distributed
@@ -174,9 +174,19 @@ def test_torch_takes_no_fast_path_around_the_syncs_of_its_layers() -> None:
         torch.testing.assert_close(built(ids()), own(of_torch, of_torch).eval()(ids()))
 
 
-def check_randoms(seeds: list[int], timeout: float) -> None:
-    names = [str(seed) for seed in seeds]
-    for found in run_distributed(drafted_on_ranks, 2, names, timeout=timeout):
+@pytest.mark.parametrize(
+    ("start", "stop"),
+    [
+        (0, 50),
+        *(
+            pytest.param(n, n + 150, marks=[pytest.mark.wide, pytest.mark.timeout(1800)])
+            for n in range(50, 500, 150)
+        ),
+    ],
+)
+def test_random_models(start: int, stop: int) -> None:
+    names = [str(seed) for seed in range(start, stop)]
+    for found in run_distributed(drafted_on_ranks, 2, names, timeout=1700 if start else 280):
         shares = [share for share, _ in found.values()]
         assert sum(shares) / len(shares) > 0.75, found
         # Numbers of heads that are written as literals are refused rightly.
@@ -186,18 +196,7 @@ def check_randoms(seeds: list[int], timeout: float) -> None:
             if any("check:" in why for why in given_up)
             and not any(getattr(m, "literal", False) for m in model_of(seed).build().modules())
         ]
-        assert len(refused) / len(seeds) < 0.02, refused
-
-
-def test_random_models() -> None:
-    check_randoms([*range(50)], timeout=280)
-
-
-@pytest.mark.wide
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("start", range(50, 500, 150))
-def test_more_random_models(start: int) -> None:
-    check_randoms([*range(start, start + 150)], timeout=1700)
+        assert len(refused) / len(names) < 0.02, refused
 
 
 KEYS = [key for key in MODELS if key != "wideresnet"]
@@ -630,6 +629,11 @@ def test_ranks_agree_with_dropout() -> None:
 
 
 # --- bad input: more in ``tests/golden/mistakes/draft.txt`` ---------------------------------------
+def test_words_that_are_no_list() -> None:
+    with pytest.raises(ValueError, match=r"not a list of words"):
+        words_of("columns(")
+
+
 def test_a_module_may_have_several_entries() -> None:
     sch = slapo.create_schedule(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     found, absent = entries_of(sch, [("0 1", "columns"), ("0 2", "fork_rng"), ("0 1", "sum")])

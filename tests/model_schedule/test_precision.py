@@ -34,6 +34,8 @@ def test_t5_with_a_stream_of_float32_among_halves(gated: bool) -> None:
     name = "gated-gelu" if gated else "relu"
     model, loaded, ours = (MODELS["t5"].build(feed_forward_proj=name) for _ in range(3))
     built, _ = slapo.build(apply_schedule(ours, "t5", fp16=True))
+    kept = {n.split(".")[-2] for n, p in built.named_parameters() if p.dtype == torch.float32}
+    assert kept == {"wo"}
     for path, p in loaded.named_parameters():
         p.data = p.data.to(built.get_parameter(path).dtype)
     inputs = MODELS["t5"].inputs(3, 9)
