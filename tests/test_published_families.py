@@ -47,9 +47,23 @@ def test_what_proxies_do_not_survive_is_said(caplog: pytest.LogCaptureFixture) -
     assert record.levelname == "INFO"
 
 
+#: With buffers on meta, too; the others so in the wide run.
+DISTINCT = ("bert", "gpt2", "gpt2_classifier", "llama", "opt", "t5", "vit")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("include_buffers", [False, True])
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize(
+    ("name", "include_buffers"),
+    [
+        *((name, False) for name in FAMILIES),
+        *((name, True) for name in DISTINCT),
+        *(
+            pytest.param(name, True, marks=pytest.mark.wide)
+            for name in FAMILIES
+            if name not in DISTINCT
+        ),
+    ],
+)
 def test_every_family_is_traced_without_memory(name: str, include_buffers: bool) -> None:
     family = FAMILIES[name]
     with slapo.init_empty_weights(include_buffers=include_buffers):

@@ -350,12 +350,6 @@ def test_options_of_recipes(name: str, key: str, every: list[dict[str, Any]]) ->
             torch.testing.assert_close(found[path], gradient, atol=1e-5, rtol=1e-4)
 
 
-def test_auto_in_one_process_needs_no_draft() -> None:
-    model = STRANGERS["stablelm"]
-    sch = apply_schedule(model.build(), "auto", ckpt_ratio=1.0)
-    assert not any("shard" in str(record) for record in sch.history)
-
-
 # --- what stays whole ----------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("block", "name", "why"),
