@@ -123,15 +123,6 @@ def test_a_mesh_of_some_dimensions_in_any_order(names: Any, sizes: Any) -> None:
         assert found == pytest.approx(alone, rel=1e-5)
 
 
-def test_under_the_fake_process_group() -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=64)
-    mesh = init_mesh(pp=4, dp=4, tp=4, device="cpu")
-    assert [mesh.get_local_rank(dim) for dim in ("pp", "dp", "tp")] == [0, 1, 1]
-    assert grid_of(mesh) is mesh
-
-
 @pytest.mark.slow
 @on_ranks(8)
 def test_neighbors_are_tensor_parallel() -> None:

@@ -638,30 +638,23 @@ def test_a_module_may_have_several_entries() -> None:
 
 
 # --- the command ---------------------------------------------------------------------------------
-SCRIPT = """
-from tests.model_schedule.draft_models import Gated, Packed, whole_norm, ids, own
-def make():
-    return own(Packed, Gated), ids()
+NOTHING = """
+import torch
 def nothing():
-    import torch
     return torch.nn.Sequential(torch.nn.LayerNorm(8)), torch.ones(3, 8)
 """
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "own_model.py"
-    script.write_text(SCRIPT)
-    assert main(["draft", f"{script}:make", "--tp", "4"]) == 0
+    """On a folder, and on a function of which nothing can be sharded."""
+    STRANGERS["stablelm"].build(num_hidden_layers=6).config.save_pretrained(tmp_path)
+    assert main(["draft", str(tmp_path), "--tp", "2"]) == 0
     said = capsys.readouterr()
     assert said.out.startswith("from slapo.model_schedule import Recipe")
+    assert '"layers.*.mlp.down_proj": "rows"' in said.out
     assert "sharded, with" in said.err
-    assert main(["draft", f"{script}:nothing"]) == 1
-
-
-def test_the_command_on_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    STRANGERS["stablelm"].build(num_hidden_layers=6).config.save_pretrained(tmp_path)
-    assert main(["draft", str(tmp_path)]) == 0
-    assert '"layers.*.mlp.down_proj": "rows"' in capsys.readouterr().out
+    (tmp_path / "own.py").write_text(NOTHING)
+    assert main(["draft", f"{tmp_path}/own.py:nothing"]) == 1
 
 
 @on_ranks(2)

@@ -118,15 +118,6 @@ def test_a_module_with_some_real_tensors_keeps_those() -> None:
     assert layer.weight.abs().max() <= 0.5  # 1 / sqrt(4)
 
 
-@pytest.mark.parametrize("function", [lambda m: numbered(m, ""), numbered])
-def test_a_function_of_the_user(function: object) -> None:
-    with slapo.init_empty_weights():
-        model = Stack(2)
-    slapo.build(slapo.create_schedule(model), init_weights=function)  # type: ignore[arg-type]
-    weight = model.layers[1].fc2.weight
-    assert torch.equal(weight.flatten().diff(), torch.ones(weight.numel() - 1))
-
-
 def test_false_leaves_them_on_meta() -> None:
     with slapo.init_empty_weights():
         model = Stack(1)
