@@ -26,16 +26,6 @@ def numbered(module: nn.Module, path: str) -> None:
 
 
 # --- creation ------------------------------------------------------------------------------------
-def test_parameters_have_no_memory_and_buffers_are_computed() -> None:
-    with slapo.init_empty_weights():
-        model = nn.BatchNorm1d(3)
-    assert model.weight.is_meta
-    assert torch.equal(model.running_var, torch.ones(3))
-    with slapo.init_empty_weights(include_buffers=True):
-        model = nn.BatchNorm1d(3)
-    assert model.running_var.is_meta
-
-
 def test_disabled_and_afterwards_nothing_is_patched() -> None:
     register = nn.Module.register_parameter
     with slapo.init_empty_weights(enable=False):
