@@ -136,7 +136,7 @@ def summed_times(factor: float) -> Change:
     return instead(sync)
 
 
-def in_blocks(blocks: int) -> Change:
+def cut_in(blocks: int) -> Change:
     return instead(lambda node: node.shard("weight", 1, blocks).shard("bias", 0, blocks))
 
 
@@ -164,7 +164,7 @@ def head_not_summed(steps: Steps, right: Any, sch: Schedule) -> None:
     sch["lm_head"].sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
 
 
-def last_norm_not_tagged(steps: Steps, right: Any, sch: Schedule, stack: Stack) -> None:
+def last_not_tagged(steps: Steps, right: Any, sch: Schedule, stack: Stack) -> None:
     sch[stack.last].sync("fwd_post", "all_gather", axis=1)
 
 
@@ -194,13 +194,8 @@ for _row in (
     ("gpt2: bias added once per rank", "row", "mlp.c_proj", then(bias_per_rank)),
     ("gpt2: gradients summed twice", "enter", "mlp", summed_times(2.0)),
     ("bert: gradients of the mlp averaged", "enter", "intermediate", summed_times(0.5)),
-    ("gpt2: packed projection split as one block", "column", "attn.c_attn", in_blocks(1)),
-    (
-        "gpt2: packed projection in the wrong number of blocks",
-        "column",
-        "attn.c_attn",
-        in_blocks(6),
-    ),
+    ("gpt2: packed projection split as one block", "column", "attn.c_attn", cut_in(1)),
+    ("gpt2: packed projection in the wrong number of blocks", "column", "attn.c_attn", cut_in(6)),
     ("llama: heads are cut", "fork", "self_attn", then(cut_head)),
     ("qwen3: self_attn.q_norm sees some heads", "whole_inside", "self_attn.q_norm", left_out),
     ("qwen3: self_attn.k_norm sees some heads", "whole_inside", "self_attn.k_norm", left_out),
@@ -230,13 +225,7 @@ for _row in (
     ),
     ("gpt2: head's gradient is multiplied", "head", "", head_multiplied, "lm_head"),
     ("llama: head's gradient is not summed", "head", "", head_not_summed, "lm_head"),
-    (
-        "gpt2: the last norm sees some tokens",
-        "together",
-        "",
-        last_norm_not_tagged,
-        "transformer.ln_f",
-    ),
+    ("gpt2: the last norm sees some tokens", "together", "", last_not_tagged, "transformer.ln_f"),
     # Either may be fixed.
     (
         "llama: gathered as if its reader were whole",
