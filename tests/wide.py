@@ -6,15 +6,6 @@ layout, the same layout on another engine, or a family with the same tracing.
 
 #: Test -> its rows, by the identifiers that pytest shows in brackets; no rows: the whole test.
 WIDE: dict[str, tuple[str, ...]] = {
-    "benchmark/test_benchmarks.py::test_quick_run_writes_a_csv_file": (
-        "import_time",
-        "pipeline",
-        "tuning",
-        "weights",
-    ),
-    "benchmark/test_benchmarks.py::test_large_models_are_partitioned_within_the_budget": (
-        "gpt2-96",
-    ),
     "benchmark/test_families.py::test_two_families_give_two_lines": (),
     "check/test_planted.py::test_they_are_mistakes": (),
     "cost/test_dryrun.py::test_peak_of_one_process": ("t5-0.0-1", "t5-0.5-1", "t5-1.0-1"),
@@ -40,11 +31,6 @@ WIDE: dict[str, tuple[str, ...]] = {
         "t5-output_attentions-leaves",
         "llama-output_attentions-flat",
         "mixtral-output_router_logits-flat",
-    ),
-    "model_schedule/test_stages.py::test_stages_train_as_one_process_does": (
-        "keys5-layout5-options5-engine5",
-        "keys11-layout11-options11-engine11",
-        "keys12-layout12-options12-engine12",
     ),
     "model_schedule/test_strangers.py::test_adapters_are_split_with_their_layers": (
         "llama-options2-False",
@@ -120,10 +106,6 @@ WIDE: dict[str, tuple[str, ...]] = {
         "zero 3 late",
         "tp 4",
         "pp 2 fsdp",
-    ),
-    "weights/test_pretrained.py::test_what_is_on_meta_is_shared_out_first": (
-        "layout1-options1-keys1",
-        "layout2-options2-keys2",
     ),
 }
 

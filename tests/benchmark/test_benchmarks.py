@@ -35,13 +35,14 @@ COLUMNS = {
 }
 # They start processes, or record a model of Transformers.
 SLOW = {
+    "import_time": [pytest.mark.wide],
     "partition": [pytest.mark.slow],
-    "pipeline": [pytest.mark.slow, pytest.mark.distributed],
+    "pipeline": [pytest.mark.wide, pytest.mark.distributed],
     "engines": [pytest.mark.wide, pytest.mark.distributed],
     "dry_run": [pytest.mark.slow],
-    "tuning": [pytest.mark.slow, pytest.mark.distributed],
+    "tuning": [pytest.mark.wide, pytest.mark.distributed],
     "suggest": [pytest.mark.wide, pytest.mark.distributed],
-    "weights": [pytest.mark.slow, pytest.mark.distributed],
+    "weights": [pytest.mark.wide, pytest.mark.distributed],
 }
 
 
@@ -133,7 +134,9 @@ def test_a_waiting_layer_waits_for_each_part_by_itself(monkeypatch: pytest.Monke
 
 # --- partitions ----------------------------------------------------------------------------------
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "layers"), [("gpt2", 96), ("llama_70b", 80)])
+@pytest.mark.parametrize(
+    ("model", "layers"), [pytest.param("gpt2", 96, marks=pytest.mark.wide), ("llama_70b", 80)]
+)
 def test_large_models_are_partitioned_within_the_budget(model: str, layers: int) -> None:
     """Processor time against that of the imports in the same process, so that no machine is slow.
 

@@ -31,6 +31,7 @@ DISTINCT = sorted(set(CUT) - {"roberta", "mistral", "qwen2", "gemma3_text"})
 
 ALL: dict[str, Any] = {"sequence_parallel": True, "ckpt_ratio": 0.5}
 FUSED: dict[str, Any] = {"fused_loss": True}
+WHOLE_TABLE: dict[str, Any] = {"parallel_vocabulary": False}
 TOGETHER = [key for key in DISTINCT if key != "wideresnet"]
 
 
@@ -112,15 +113,15 @@ def compare_keys(
             pytest.param(CUT[part::5], (2, 1, 1), {}, {}, marks=pytest.mark.wide)
             for part in range(1, 5)
         ),
-        (["t5", "wideresnet"], (4, 1, 1), {}, {}),
+        pytest.param(["t5", "wideresnet"], (4, 1, 1), {}, {}, marks=pytest.mark.wide),
         pytest.param(["bert", "llama"], (4, 1, 1), {}, {}, marks=pytest.mark.wide),
         (TOGETHER[::8], (2, 1, 2), ALL, {}),
         *(
             pytest.param(TOGETHER[part::8], (2, 1, 2), ALL, {}, marks=pytest.mark.wide)
             for part in (2, 4, 6)
         ),
-        (["gpt2"], (2, 1, 2), {"parallel_vocabulary": False}, {}),
-        (["gpt2"], (2, 2, 2), ALL, {}),
+        pytest.param(["gpt2"], (2, 1, 2), WHOLE_TABLE, {}, marks=pytest.mark.wide),
+        pytest.param(["gpt2"], (2, 2, 2), ALL, {}, marks=pytest.mark.wide),
         # The loss is computed within the head, around which an engine has its weight whole.
         (["bert", "llama"], (1, 2, 1), FUSED, {"data_parallel": "fsdp"}),
         (["bert"], (1, 2, 1), FUSED, {"target": "deepspeed", "zero": 3}),
