@@ -6,7 +6,6 @@ layout, the same layout on another engine, or a family with the same tracing.
 
 #: Test -> its rows, by the identifiers that pytest shows in brackets; no rows: the whole test.
 WIDE: dict[str, tuple[str, ...]] = {
-    "benchmark/test_families.py::test_two_families_give_two_lines": (),
     "check/test_planted.py::test_they_are_mistakes": (),
     "cost/test_dryrun.py::test_peak_of_one_process": ("t5-0.0-1", "t5-0.5-1", "t5-1.0-1"),
     "cost/test_ranks.py::test_peak_of_two_ranks": ("replicas", "zero"),
@@ -31,12 +30,6 @@ WIDE: dict[str, tuple[str, ...]] = {
         "t5-output_attentions-leaves",
         "llama-output_attentions-flat",
         "mixtral-output_router_logits-flat",
-    ),
-    "model_schedule/test_strangers.py::test_adapters_are_split_with_their_layers": (
-        "llama-options2-False",
-        "gpt2-options3-False",
-        "gpt2-options6-False",
-        "gpt2-options7-True",
     ),
     "op/test_liger.py::test_kernels_compile_for_each_architecture": (),
     "op/test_residual.py::test_the_kernel_by_the_interpreter": ("gradient",),
@@ -93,7 +86,6 @@ WIDE: dict[str, tuple[str, ...]] = {
         "zbv-{'data_parallel': 'fsdp'}",
         "interleaved_1f1b-{'data_parallel': 'fsdp'}",
     ),
-    "saving/test_resume.py::test_float32_copies_and_state_go_through_all_engines": ("bfloat16",),
     "sharding/test_shared_heads.py::test_engines": ("deepspeed", "megatron"),
     "sharding/test_tensor_parallel.py::test_a_schedule_computes_what_the_model_does": (
         "whole states read by several blocks-4",

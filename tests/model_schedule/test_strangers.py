@@ -83,15 +83,7 @@ ADAPTED = {
     "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "gpt2": ["c_attn", "c_proj", "c_fc"],
 }
-OPTIONS: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {}),
-    ("gpt2", {}),
-    ("llama", {"sequence_parallel": True}),
-    ("gpt2", {"sequence_parallel": True}),
-    ("llama", {"ckpt_ratio": 0.5}),
-    ("llama", {"recipe": "draft"}),
-    ("gpt2", {"recipe": "draft"}),
-]
+SPREAD, DRAFT, HALF = {"sequence_parallel": True}, {"recipe": "draft"}, {"ckpt_ratio": 0.5}
 
 
 def lively(model: Any) -> Any:
@@ -106,7 +98,18 @@ def lively(model: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("key", "options", "comes_last"),
-    [*((*each, False) for each in OPTIONS), *((*OPTIONS[n], True) for n in (1, 2, 4))],
+    [
+        ("llama", {}, False),
+        ("gpt2", {}, False),
+        pytest.param("llama", SPREAD, False, marks=pytest.mark.wide),
+        pytest.param("gpt2", SPREAD, False, marks=pytest.mark.wide),
+        ("llama", HALF, False),
+        ("llama", DRAFT, False),
+        pytest.param("gpt2", DRAFT, False, marks=pytest.mark.wide),
+        pytest.param("gpt2", {}, True, marks=pytest.mark.wide),
+        ("llama", SPREAD, True),
+        ("llama", HALF, True),
+    ],
 )
 @on_ranks(2)
 def test_adapters_are_split_with_their_layers(

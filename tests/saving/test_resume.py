@@ -153,7 +153,7 @@ def test_pairs(tmp_path: Path, family: str, sources: int) -> None:
 HALF = ["fsdp", "dp 2", "tp 2", "zero 1 tp 2", "zero 2", "zero 3", "pipe", "megatron dp 2"]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=WIDE), "float16"])
 @on_ranks(2, timeout=400)
 def test_float32_copies_and_state_go_through_all_engines(tmp_path: Path, dtype: str) -> None:
     """To the bit; and what trains from them is no further apart than half precision makes it."""
