@@ -30,6 +30,8 @@ def test_disabled_and_afterwards_nothing_is_patched() -> None:
     register = nn.Module.register_parameter
     with slapo.init_empty_weights(enable=False):
         assert not nn.Linear(2, 2).weight.is_meta
+    with slapo.init_empty_weights():
+        assert torch.equal(nn.BatchNorm1d(3).running_var, torch.ones(3))  # buffers are computed
     with pytest.raises(ZeroDivisionError), slapo.init_empty_weights(include_buffers=True):
         _ = 1 / 0
     assert nn.Module.register_parameter is register
