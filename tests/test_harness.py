@@ -62,6 +62,12 @@ def test_a_hanging_rank_is_killed_and_its_stack_shown() -> None:
     assert time.monotonic() - start < 30
 
 
+def test_a_dead_rank_does_not_hang_the_job() -> None:
+    with pytest.raises(RankFailure) as info:
+        run_distributed(die_on, 2, 1, timeout=60)
+    assert info.value.error in {"ProcessDied", "RuntimeError", "DistBackendError"}
+
+
 def test_a_result_that_cannot_travel_is_an_error_of_its_rank() -> None:
     with pytest.raises(RankFailure, match="unpicklable"):
         run_distributed(unpicklable, 2)
