@@ -30,19 +30,15 @@ def test_a_message_appears_once(
     assert [line.partition("] ")[2] for line in lines] == ["hello 1"] * 3 + ["from a part"]
 
 
-def test_an_application_that_logs_gets_the_record(
+def test_an_application_that_logs_gets_records_that_name_the_caller(
     name: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    get_logger(name).info("hello")
-    assert [record.message for record in caplog.records] == ["hello"]
-    assert capsys.readouterr().err == ""
-
-
-def test_the_record_names_the_caller(name: str, caplog: pytest.LogCaptureFixture) -> None:
     get_logger(name).info("one way")
     get_logger(name).log(logging.INFO, "the other way")
+    assert caplog.messages == ["one way", "the other way"]
     assert {record.filename for record in caplog.records} == {"test_logger.py"}
-    assert caplog.records[0].funcName == "test_the_record_names_the_caller"
+    assert caplog.records[0].funcName.startswith("test_an_application_that_logs")
+    assert capsys.readouterr().err == ""
 
 
 def test_the_level_stays_until_it_is_given(name: str) -> None:

@@ -51,6 +51,9 @@ def test_a_single_process_is_a_world_of_one() -> None:
     assert tensor.tolist() == [1.0, 1.0]
     assert grid_of(mesh) is mesh
     assert current_device(mesh) == device_of_world() == torch.device("cpu")
+    world = dist.group.WORLD
+    assert init_mesh().device_type == "cpu"  # in the same group
+    assert dist.group.WORLD is world
 
 
 @on_ranks(2)
@@ -60,14 +63,6 @@ def test_all_groups_have_the_timeout() -> None:
     groups = [dist.group.WORLD, *(mesh.get_group(dim) for dim in ("pp", "dp", "tp"))]
     for group in (*groups, new_group([0, 1])):
         assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 45
-
-
-def test_the_process_group_is_used_again() -> None:
-    first = init_mesh(device="cpu")
-    world = dist.group.WORLD
-    second = init_mesh()
-    assert dist.group.WORLD is world
-    assert (first.device_type, second.device_type) == ("cpu", "cpu")
 
 
 def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,15 +116,6 @@ def test_a_mesh_of_some_dimensions_in_any_order(names: Any, sizes: Any) -> None:
     alone = trained_on(0, 1, ("dp",), (1,))
     for found in run_distributed(trained_on, math.prod(sizes), names, sizes):
         assert found == pytest.approx(alone, rel=1e-5)
-
-
-def test_under_the_fake_process_group() -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=64)
-    mesh = init_mesh(pp=4, dp=4, tp=4, device="cpu")
-    assert [mesh.get_local_rank(dim) for dim in ("pp", "dp", "tp")] == [0, 1, 1]
-    assert grid_of(mesh) is mesh
 
 
 @pytest.mark.slow

@@ -84,20 +84,6 @@ def test_default_state_can_be_tensor_parallel_too() -> None:
     assert draws(tp_rank=1)[1] == both[1][1]
 
 
-def test_fork_goes_on_where_it_stopped_and_leaves_the_outside_alone() -> None:
-    set_random_seed(5)
-    with get_rng_tracker().fork():
-        in_one_go = torch.rand(4)
-    outside = torch.rand(4)
-    set_random_seed(5)
-    parts = []
-    for _ in range(2):
-        with get_rng_tracker().fork():
-            parts.append(torch.rand(2))
-    assert torch.equal(torch.cat(parts), in_one_go)
-    assert torch.equal(torch.rand(4), outside)
-
-
 def test_fork_restores_when_the_body_raises() -> None:
     set_random_seed(5)
     before = torch.get_rng_state()

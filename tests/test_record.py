@@ -50,10 +50,6 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     return F.gelu(x + bias)
 
 
-def subtracted(first: Tensor, second: Tensor, scale: float = 1.0) -> Tensor:
-    return scale * (first - second)
-
-
 class Scaled(nn.Module):
     """Keeps what its constructor takes."""
 
@@ -231,10 +227,6 @@ SCHEDULES = {**CASES, "replace in graphs": replace_in_graphs}
 def test_every_primitive_has_a_case() -> None:
     builtin = {n for n, c in slapo.list_primitives(name_only=False).items() if is_builtin(c)}
     assert builtin == set(CASES)
-    for name, schedule in CASES.items():
-        sch = slapo.create_schedule(stack())
-        schedule(sch)
-        assert name in {record.primitive for record in sch.history}
 
 
 def check_round_trip(
@@ -269,6 +261,7 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
     again = check_round_trip(stack, SCHEDULES[name], tmp_path / "record.json")
     sch = slapo.create_schedule(stack())
     SCHEDULES[name](sch)
+    assert name not in CASES or name in {record.primitive for record in sch.history}
     for mode in (True, False):
         x = torch.randn(3, 8)
         outputs = []
@@ -313,21 +306,6 @@ def test_the_record_shows_the_search() -> None:
     assert sch.history[-1].arguments["target_ops"] == "[find(gelu)[0]]"
     sch.replace(nn.Linear(8, 16), sch.find("fc1")[0])
     assert sch.history[-1].arguments["target_ops"] == "find('fc1')[0]"
-
-
-def test_bindings_by_name(tmp_path: Path) -> None:
-    """The graph has the operands the other way round than the replacement takes them."""
-
-    def schedule(sch: Schedule) -> None:
-        sch.replace(subtracted, sch.find(difference), concrete_args={"scale": -1.0})
-
-    again = check_round_trip(subtracts, schedule, tmp_path / "record.json")
-    x, y = torch.randn(2, 3), torch.randn(2, 3)
-    torch.testing.assert_close(again.mod(x, y), x - y + torch.sin(y))
-
-
-def difference(second: Any, first: Any) -> Any:
-    return torch.sin(second) - torch.cos(first)
 
 
 def test_matches_side_by_side(tmp_path: Path) -> None:
@@ -537,6 +515,10 @@ def scaled_gelu(x: Any, scale: Any) -> Any:
 
 def scaled_tanh(x: Tensor, scale: float) -> Tensor:
     return torch.tanh(x * scale).transpose(0, 1)
+
+
+def difference(second: Any, first: Any) -> Any:
+    return torch.sin(second) - torch.cos(first)
 
 
 def test_a_graph_with_other_edges() -> None:

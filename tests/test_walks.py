@@ -85,14 +85,10 @@ def build_for_torch() -> tuple[int, int]:
 
 
 def apply_schedule() -> tuple[int, int]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     from slapo.model_schedule import apply_schedule
+    from tests.mistakes import llama
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 64}
-    model = LlamaForCausalLM(
-        LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **sizes)
-    )
+    model = llama(layers=2, kv_heads=2)
     return walk(lambda: apply_schedule(model, "llama"))
 
 

@@ -6,16 +6,6 @@ layout, the same layout on another engine, or a family with the same tracing.
 
 #: Test -> its rows, by the identifiers that pytest shows in brackets; no rows: the whole test.
 WIDE: dict[str, tuple[str, ...]] = {
-    "benchmark/test_benchmarks.py::test_quick_run_writes_a_csv_file": (
-        "import_time",
-        "pipeline",
-        "tuning",
-        "weights",
-    ),
-    "benchmark/test_benchmarks.py::test_large_models_are_partitioned_within_the_budget": (
-        "gpt2-96",
-    ),
-    "benchmark/test_families.py::test_two_families_give_two_lines": (),
     "check/test_planted.py::test_they_are_mistakes": (),
     "cost/test_dryrun.py::test_peak_of_one_process": ("t5-0.0-1", "t5-0.5-1", "t5-1.0-1"),
     "cost/test_ranks.py::test_peak_of_two_ranks": ("replicas", "zero"),
@@ -40,17 +30,6 @@ WIDE: dict[str, tuple[str, ...]] = {
         "t5-output_attentions-leaves",
         "llama-output_attentions-flat",
         "mixtral-output_router_logits-flat",
-    ),
-    "model_schedule/test_stages.py::test_stages_train_as_one_process_does": (
-        "keys5-layout5-options5-engine5",
-        "keys11-layout11-options11-engine11",
-        "keys12-layout12-options12-engine12",
-    ),
-    "model_schedule/test_strangers.py::test_adapters_are_split_with_their_layers": (
-        "llama-options2-False",
-        "gpt2-options3-False",
-        "gpt2-options6-False",
-        "gpt2-options7-True",
     ),
     "op/test_residual.py::test_the_kernel_by_the_interpreter": ("gradient",),
     "pipeline/test_families.py::test_two_stages": (
@@ -106,36 +85,18 @@ WIDE: dict[str, tuple[str, ...]] = {
         "zbv-{'data_parallel': 'fsdp'}",
         "interleaved_1f1b-{'data_parallel': 'fsdp'}",
     ),
-    "saving/test_resume.py::test_float32_copies_and_state_go_through_all_engines": ("bfloat16",),
     "sharding/test_shared_heads.py::test_engines": ("deepspeed", "megatron"),
     "sharding/test_tensor_parallel.py::test_a_schedule_computes_what_the_model_does": (
         "whole states read by several blocks-4",
         "column-row without bias-4",
     ),
     "test_gallery.py::test_several_devices_by_torchrun": (),
-    "test_published_families.py::test_every_family_is_traced_without_memory": (
-        "albert-True",
-        "bert_causal-True",
-        "bert_classifier-True",
-        "gemma3-True",
-        "gpt_neo-True",
-        "mistral-True",
-        "mixtral-True",
-        "qwen2-True",
-        "qwen3-True",
-        "resnet-True",
-        "roberta-True",
-    ),
     "weights/test_pretrained.py::test_folders_come_back_the_same": (
         "pp 2",
         "zero 1 late",
         "zero 3 late",
         "tp 4",
         "pp 2 fsdp",
-    ),
-    "weights/test_pretrained.py::test_what_is_on_meta_is_shared_out_first": (
-        "layout1-options1-keys1",
-        "layout2-options2-keys2",
     ),
 }
 

@@ -422,12 +422,6 @@ def test_databases(tmp_path: Path) -> None:
     assert run.points[10:] == [point_key({"a": 1, "b": 1})]
 
 
-def test_a_file_that_is_a_broken_database(tmp_path: Path) -> None:
-    (tmp_path / "broken").write_bytes(b"SQLite format 3\0" + b"\1" * 4096)
-    with pytest.raises(TuneError, match="broken cannot be used as a database"):
-        tune(grid, run=lambda point: 1.0, db=tmp_path / "broken")
-
-
 @pytest.mark.parametrize("name", ["r?a/t.db", "a {b} %41#.db"])
 def test_paths_with_characters_of_urls(tmp_path: Path, name: str) -> None:
     db = tmp_path / name

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from slapo.autotune import Refused, Space, Symbol, point_key
+from slapo.autotune import Refused, Space
 from slapo.autotune.space import Choices, survey
-from slapo.autotune.symbols import space_of_symbols
 from tests.autotune.landscape import layouts
 
 
@@ -77,20 +76,6 @@ def test_long_lists_of_candidates_have_short_names() -> None:
     assert name.startswith("a of 0 .. 999 (1000, ")
 
 
-def test_equal_points_have_equal_keys() -> None:
-    assert point_key({"a": 1, "b": True}) == point_key({"b": True, "a": 1.0})
-    assert point_key({"a": 1}) != point_key({"a": "1"})
-
-
-def test_symbols() -> None:
-    symbol = Symbol("batch_size", range(4, 12, 4))
-    assert (symbol.val, symbol.vals, symbol.is_fixed()) == (4, [4, 8], False)
-    with pytest.raises(ValueError, match=r"'batch_size' cannot be 5; its candidates are \[4, 8\]"):
-        symbol.fix(5)
-    symbol.fix(8)
-    assert (symbol.val, symbol.is_fixed()) == (8, True)
-
-
 def test_spaces_of_symbols() -> None:
     space = Space({"a": 2})
     first = space.create_symbol("a", [1, 2])
@@ -101,19 +86,6 @@ def test_spaces_of_symbols() -> None:
     assert space.next_open() is second
     assert ("b" in space, "c" in space, len(space)) == (True, False, 2)
     assert space.to_dict() == {"a": 2, "b": 2}
-
-
-def test_the_published_form_is_made_again_until_all_is_fixed() -> None:
-    def update_space(args: Any, space: Space) -> Space:
-        batch_size = space["batch_size"].val
-        ratio = space.create_symbol("ckpt_ratio", [0.0] if batch_size < 8 else [0.5, args])
-        if ratio.is_fixed() and ratio.val == 1.0:
-            space.create_symbol("offload", [False, True])
-        return space
-
-    space = space_of_symbols(1.0, lambda args: (4, 9, 4), update_space)
-    found = [tuple(point.values.values()) for point in survey(space).points]
-    assert found == [(4, 0.0), (8, 0.5), (8, 1.0, False), (8, 1.0, True)]
 
 
 def test_candidates_that_can_be_read_once() -> None:

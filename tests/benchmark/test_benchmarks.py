@@ -5,12 +5,13 @@ import functools
 import importlib.util
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import slapo
-from benchmark import matching, partition, pipeline, pipeline_ranks, report
+from benchmark import matching, partition, pipeline, pipeline_ranks, report, verify
 from benchmark.__main__ import BENCHMARKS, PLOTS, main
 from benchmark.measure import Result, Target
 from benchmark.models import transformer_on_meta
@@ -34,13 +35,14 @@ COLUMNS = {
 }
 # They start processes, or record a model of Transformers.
 SLOW = {
+    "import_time": [pytest.mark.wide],
     "partition": [pytest.mark.slow],
-    "pipeline": [pytest.mark.slow, pytest.mark.distributed],
+    "pipeline": [pytest.mark.wide, pytest.mark.distributed],
     "engines": [pytest.mark.wide, pytest.mark.distributed],
     "dry_run": [pytest.mark.slow],
-    "tuning": [pytest.mark.slow, pytest.mark.distributed],
+    "tuning": [pytest.mark.wide, pytest.mark.distributed],
     "suggest": [pytest.mark.wide, pytest.mark.distributed],
-    "weights": [pytest.mark.slow, pytest.mark.distributed],
+    "weights": [pytest.mark.wide, pytest.mark.distributed],
 }
 
 
@@ -132,7 +134,9 @@ def test_a_waiting_layer_waits_for_each_part_by_itself(monkeypatch: pytest.Monke
 
 # --- partitions ----------------------------------------------------------------------------------
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "layers"), [("gpt2", 96), ("llama_70b", 80)])
+@pytest.mark.parametrize(
+    ("model", "layers"), [pytest.param("gpt2", 96, marks=pytest.mark.wide), ("llama_70b", 80)]
+)
 def test_large_models_are_partitioned_within_the_budget(model: str, layers: int) -> None:
     """Processor time against that of the imports in the same process, so that no machine is slow.
 
@@ -192,3 +196,39 @@ def test_a_fusion_costs_about_the_same_in_a_larger_graph() -> None:
         sch.fuse(first)  # the first rewrite of a graph counts what its modules are used for
         costs.append(calls_of(functools.partial(sch.fuse, second)))
     assert costs[1] / costs[0] <= 1.1
+
+
+# --- what Verify catches --------------------------------------------------------------------------
+PLANTED: list[dict[str, Any]] = [
+    {"mistake": "eps", "ranks": 1, "caught": True, "place": "h.0.ln", "right_place": True},
+    {"mistake": "sum", "ranks": 2, "caught": False, "place": "", "right_place": False},
+]
+RIGHT: list[dict[str, Any]] = [{"schedule": "checkpoints", "ranks": 1, "refused": False}]
+LEFT_OUT: list[dict[str, Any]] = [
+    {"family": "gpt2", "parallel": "tensor", "caught": caught, "changes": changes, "near": near}
+    for caught, changes, near in ((True, True, "exact"), (False, False, ""), (True, True, "inside"))
+]
+COST: list[dict[str, Any]] = [
+    {"model": "GPT-2", "verify_cpu_ms": 6.0, "plain_cpu_ms": 2.0, "ratio": 3.0, "rounds": 1}
+]
+
+
+def test_what_is_missed_is_counted() -> None:
+    targets = verify._targets(PLANTED, RIGHT, LEFT_OUT, COST)
+    told = {target.what: (target.value, target.met) for target in targets}
+    assert told == {
+        "mistakes that pass, of 2": (1, False),
+        "places that are wrong, of 2": (1, False),
+        "lines left out that pass, of 2 that change numbers": (0, True),
+        "places far from the line, of 2": (0, True),
+        "right schedules refused, of 1": (0, True),
+        "cost in passes of both models, the median": (3.0, True),
+    }
+
+
+def test_the_page_has_all_tables() -> None:
+    targets = verify._targets(PLANTED, RIGHT, LEFT_OUT, COST)
+    page = verify.page_of(PLANTED, RIGHT, LEFT_OUT, COST, targets, "python -m benchmark verify")
+    assert "| eps | 1 | yes | `h.0.ln` | yes |" in page
+    assert "| gpt2 | tensor | 3 (2) | 2 | 2 |" in page
+    assert "- MISSED mistakes that pass, of 2: 1, at most 0" in page

@@ -188,7 +188,7 @@ def test_a_process_that_fails_is_a_line_of_the_table(
     assert row["flat"] == row["flat_without_cache"] == expected
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_two_families_give_two_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     main(["families", "--only", ",".join(CHEAP), "--results", str(tmp_path)])

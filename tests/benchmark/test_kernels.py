@@ -1,4 +1,4 @@
-"""The benchmark of kernels: a run with tiny models, and the published sizes without weights."""
+"""The benchmarks for a GPU: runs with tiny models, and the published sizes without weights."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("transformers")
 
 import slapo
-from benchmark import kernel_ranks, kernels
+from benchmark import gpu, kernel_ranks, kernels
 from benchmark.kernel_cases import check_losses
 from slapo.model_schedule import apply_schedule
 
 
 @pytest.mark.wide
-def test_tiny_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernels_with_tiny_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kernels.main(["--quick", "--results", str(tmp_path)])
     with (tmp_path / "kernels.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -56,3 +56,22 @@ def test_sides_are_those_of_the_options() -> None:
     assert set(kernel_ranks.FEW) <= set(kernel_ranks.SIDES)
     with pytest.raises(RuntimeError, match="computes something else"):
         check_losses({"hf": [1.0], "ours": [2.0]})
+
+
+@pytest.mark.slow
+def test_gpu_with_tiny_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_tests", lambda: "left out: they are tests of this suite")
+    gpu.main(["--small", "--results", str(tmp_path)])
+    with (tmp_path / "gpu.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["model"] for row in rows if row["way"] == "ours"] == ["bert", "gpt2", "t5", "llama"]
+    assert all(float(row["seconds"]) > 0 for row in rows)
+    assert all(float(row["predicted_seconds"]) > 0 for row in rows if row["way"] == "ours")
+    assert (tmp_path / "gpu.md").read_text().count("\n") == 2 + len(rows)
+    assert (tmp_path / "gpu.png").exists()
+
+
+def test_a_machine_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main([])
+    assert "--small runs the same with tiny models" in capsys.readouterr().err

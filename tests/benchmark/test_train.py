@@ -31,17 +31,12 @@ from tests.distributed import run_distributed
 SMALL = TrainOptions(model="gpt2", impl="eager", warmup=0, steps=1).shrunk()
 
 
-def _last(text: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(text.splitlines()[-1])
-    return found
-
-
 # --- runs ----------------------------------------------------------------------------------------
 def _train(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     train.main([*arguments, "--small", "--warmup", "0", "--steps", "1"])
     text = capsys.readouterr().out
     summary = get_dialect_cls("log_parser", "torch").parse_log(text)
-    row = _last(text)
+    row: dict[str, Any] = json.loads(text.splitlines()[-1])
     assert summary.error_code == 0, text
     assert summary.samples_per_sec == row["throughput"]
     assert summary.param_per_gpu == row["parameters"]

@@ -23,11 +23,9 @@ import slapo
 from benchmark import report
 from benchmark.measure import Result
 from slapo.sharding.checks import check_modules
-from slapo.sharding.state import shards_of
 from slapo.sharding.steps import carried_by
 from slapo.verify.numeric.rank_sync import RankSync
 from slapo.verify.placement import check
-from slapo.wrapper import innermost
 from tests.check import mixed
 from tests.check.random_steps import Random
 from tests.check.verdicts import Verdict, fake_world, is_crash, is_false_alarm, is_miss
@@ -143,18 +141,16 @@ def _difference(model: nn.Module, original: nn.Module) -> float:
     wanted = dict(original.named_parameters(remove_duplicate=False))
     largest = max(float(p.grad.abs().max()) for p in wanted.values() if p.grad is not None)
     worst = 0.0
-    for path, outer in model.named_modules():
-        module = innermost(outer)
-        for leaf, param in module._parameters.items():
-            target = wanted.get(f"{path}.{leaf}")
-            if param is None or target is None or target.grad is None:
-                continue
-            spec, whole = shards_of(module).get(leaf), target.grad
-            mine = torch.zeros_like(param) if param.grad is None else param.grad
-            part = spec.slice(whole) if spec is not None else whole
-            # A sum that cancels, as that for the bias of keys, has rounding alone.
-            scale = max(float(whole.abs().max()), 1e-2 * largest)
-            worst = max(worst, float((mine - part).abs().max()) / scale)
+    for name, (param, spec) in mixed.parts_of(model).items():
+        target = wanted.get(name)
+        if target is None or target.grad is None:
+            continue
+        whole = target.grad
+        mine = torch.zeros_like(param) if param.grad is None else param.grad
+        part = spec.slice(whole) if spec is not None else whole
+        # A sum that cancels, as that for the bias of keys, has rounding alone.
+        scale = max(float(whole.abs().max()), 1e-2 * largest)
+        worst = max(worst, float((mine - part).abs().max()) / scale)
     return worst
 
 

@@ -104,12 +104,6 @@ def test_a_right_schedule_of_a_family_passes(family: str, spreads: bool) -> None
             check(sch, FAMILIES[family].inputs(3, 12 if spreads else 7))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_any_dtype(two_ranks: None, dtype: torch.dtype) -> None:
-    sch = split(slapo.create_schedule(Block().to(dtype)))
-    check(sch, X.to(dtype))
-
-
 ACTIVATIONS = ["celu", "elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh"]
 ACTIVATIONS += ["leaky_relu", "logsigmoid", "mish", "relu6", "selu", "sigmoid", "silu", "softplus"]
 ACTIVATIONS += ["softshrink", "softsign", "tanhshrink"]
@@ -197,21 +191,6 @@ def test_nothing_is_changed(two_ranks: None) -> None:
 
 
 # --- what it says --------------------------------------------------------------------------------
-def test_the_message(two_ranks: None) -> None:
-    sch = slapo.create_schedule(nn.Sequential(Block(), Block()))
-    split(sch["0"])
-    split(sch["1"], "forward")
-    error = refused(sch)
-    text = str(error)
-    assert text.startswith("check: '1' (Block): add of (3, 5, 12) Partial() (since ")
-    assert 'add sch["1.fc2"].sync("fwd_post", "all_reduce")' in text
-    assert "test_check.py:" in text
-    assert (error.path, error.suspect) == ("1", "1.fc2")
-    assert nn.Module.__call__.__qualname__.startswith("Module.")
-    error.remedy.apply(sch)  # type: ignore[attr-defined]
-    check(sch, X)
-
-
 def test_layers_of_one_input_are_summed_where_it_enters(two_ranks: None) -> None:
     layers = {name: nn.Linear(HIDDEN, HIDDEN) for name in ("q", "k", "v", "out")}
     heads = make(lambda self, x: self.out(self.q(x) * self.k(x) + self.v(x)), **layers)
@@ -314,19 +293,14 @@ def test_tokens_masked_by_hand(two_ranks: None) -> None:
     assert "masked" in str(refused(by_hand, TOKENS))
 
 
-def wide_table() -> nn.Module:
-    """Tokens of 97, by way of a layer that reads what is gathered."""
-    layers = OrderedDict(table=nn.Embedding(97, 8), up=nn.Linear(8, 21), out=nn.Linear(21, 5))
-    return nn.Sequential(layers)
-
-
 @pytest.mark.parametrize(("world_size", "rank"), [(2, 0), (2, 1), (4, 0), (4, 3)])
 def test_uneven_shares(world_size: int, rank: int) -> None:
     """On every rank, where the last has the least: 25, 25, 25 and 22 rows, 6, 6, 6 and 3."""
     tokens = torch.randint(0, 97, (3, 7))
 
     def split(*left_out: str, total: int | None = 21) -> slapo.Schedule:
-        sch = slapo.create_schedule(wide_table())
+        layers = OrderedDict(table=nn.Embedding(97, 8), up=nn.Linear(8, 21), out=nn.Linear(21, 5))
+        sch = slapo.create_schedule(nn.Sequential(layers))
         sch["table"].shard("weight", 0, uneven=True)
         if "table" not in left_out:
             sch["table"].sync("fwd_post", "all_reduce")
@@ -347,10 +321,6 @@ def test_uneven_shares(world_size: int, rank: int) -> None:
         assert refused(split("out"), tokens).suspect == "out"
         with pytest.raises(slapo.SlapoError, match="nothing masks the tokens of other ranks"):
             check(split("table"), tokens)
-
-
-def test_a_partial_sum_may_change_its_dtype(two_ranks: None) -> None:
-    check(reduced_by(lambda out: reduce_from_group(out.double()).float()), X)
 
 
 def test_random_numbers(two_ranks: None) -> None:

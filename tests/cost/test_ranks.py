@@ -18,38 +18,23 @@ from tests.runtimes.ranks import on_ranks
 
 Case = tuple[str, dict[str, Any]]
 
-# Each family once, in one of the two ways; Llama in both, the second of them below.
-TENSOR: list[Case] = [
-    (key, {"ckpt_ratio": ratio, "sequence_parallel": spread})
-    for keys, ratio, spread in (
-        (("gpt2", "llama"), 0.0, False),
-        (("bert", "t5"), 1.0, True),
-    )
-    for key in keys
-]
-PIPELINE: list[Case] = [
-    (key, {"ckpt_ratio": ratio, "schedule": schedule, "micro_batches": 4})
-    for keys, ratio, schedule in (
-        (("bert", "llama"), 0.0, "1f1b"),
-        (("gpt2", "t5"), 1.0, "gpipe"),
-    )
-    for key in keys
-]
+_PLAIN: dict[str, Any] = {"ckpt_ratio": 0.0, "sequence_parallel": False}
+_SPREAD: dict[str, Any] = {"ckpt_ratio": 1.0, "sequence_parallel": True}
+_1F1B: dict[str, Any] = {"ckpt_ratio": 0.0, "schedule": "1f1b", "micro_batches": 4}
+_GPIPE: dict[str, Any] = {"ckpt_ratio": 1.0, "schedule": "gpipe", "micro_batches": 4}
+# Each family once, in one of the two ways; Llama in both, the second of them by itself.
+TENSOR: list[Case] = [("gpt2", _PLAIN), ("llama", _PLAIN), ("bert", _SPREAD), ("t5", _SPREAD)]
+PIPELINE: list[Case] = [("bert", _1F1B), ("llama", _1F1B), ("gpt2", _GPIPE), ("t5", _GPIPE)]
 PIPELINE.append(("llama", {"micro_batches": 8}))
-BOTH_TENSOR: list[Case] = [("llama", {"ckpt_ratio": 1.0, "sequence_parallel": True})]
-BOTH_PIPELINE: list[Case] = [
-    ("llama", {"ckpt_ratio": 1.0, "schedule": "gpipe", "micro_batches": 4})
-]
 _FSDP = {"data_parallel": "fsdp"}
+_HALF = {**_FSDP, "dtype": torch.bfloat16}
 REPLICAS: list[Case] = [
-    (key, {"ckpt_ratio": ratio, "micro_batches": count, **how})
-    for key, ratio, count, *hows in (
-        ("gpt2", 0.0, 1, {}, _FSDP),
-        ("llama", 1.0, 2, _FSDP, {**_FSDP, "dtype": torch.bfloat16}),
-        ("bert", 0.0, 2, {**_FSDP, "dtype": torch.bfloat16}),
-        ("t5", 1.0, 1, {}),
-    )
-    for how in hows
+    ("gpt2", {"ckpt_ratio": 0.0, "micro_batches": 1}),
+    ("gpt2", {"ckpt_ratio": 0.0, "micro_batches": 1, **_FSDP}),
+    ("llama", {"ckpt_ratio": 1.0, "micro_batches": 2, **_FSDP}),
+    ("llama", {"ckpt_ratio": 1.0, "micro_batches": 2, **_HALF}),
+    ("bert", {"ckpt_ratio": 0.0, "micro_batches": 2, **_HALF}),
+    ("t5", {"ckpt_ratio": 1.0, "micro_batches": 1}),
 ]
 _ZERO = {"target": "deepspeed", "zero": 1, "bucket": 200_000}
 ZERO: list[Case] = [
@@ -82,8 +67,8 @@ def _in_two(name: str, mesh: dict[str, int], cases: list[Case]) -> list[Any]:
         *_in_two("pipeline", {"pp": 2}, PIPELINE),
         *_in_two("replicas", {"dp": 2}, REPLICAS),
         *_in_two("zero", {"dp": 2}, ZERO),
-        pytest.param({"tp": 2}, BOTH_TENSOR, id="llama-tensor", marks=pytest.mark.wide),
-        pytest.param({"pp": 2}, BOTH_PIPELINE, id="llama-pipeline", marks=pytest.mark.wide),
+        pytest.param({"tp": 2}, [("llama", _SPREAD)], id="llama-tensor", marks=pytest.mark.wide),
+        pytest.param({"pp": 2}, [("llama", _GPIPE)], id="llama-pipeline", marks=pytest.mark.wide),
     ],
 )
 def test_peak_of_two_ranks(mesh: dict[str, int], cases: list[Case]) -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from examples.images import WideResNet
 from tests.graph import zoo  # skips without transformers, and stays offline
 
 transformers = zoo.transformers
@@ -32,41 +32,6 @@ DECODER: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-
-
-class Bottleneck(nn.Module):
-    """A block of a wide residual network, named as in torchvision."""
-
-    def __init__(self, channels: int, wide: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, wide, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(wide)
-        self.conv2 = nn.Conv2d(wide, wide, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(wide)
-        self.conv3 = nn.Conv2d(wide, channels, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.bn1(self.conv1(x)))
-        y = F.relu(self.bn2(self.conv2(y)))
-        return F.relu(self.bn3(self.conv3(y)) + x)
-
-
-class WideResNet(nn.Module):
-    """Four groups of blocks of one size."""
-
-    def __init__(self, blocks: int = 1) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, 8, 3, padding=1)
-        for number in range(1, 5):
-            group = nn.Sequential(*(Bottleneck(8, 16) for _ in range(blocks)))
-            self.add_module(f"layer{number}", group)
-        self.fc = nn.Linear(8, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv1(x)
-        y = self.layer4(self.layer3(self.layer2(self.layer1(y))))
-        return self.fc(y.mean((2, 3)))
 
 
 @dataclass(frozen=True)
@@ -113,9 +78,9 @@ def plain_images(batch: int, length: int) -> dict[str, Tensor]:
     return {"x": images(batch, length)["pixel_values"]}
 
 
-def wide_resnet(blocks: int = 1, **changes: Any) -> nn.Module:
+def wide_resnet(**changes: Any) -> nn.Module:
     torch.manual_seed(0)
-    return WideResNet(blocks).train()
+    return WideResNet(channels=64, blocks=1).train()
 
 
 def of(name: str, inputs: Callable[[int, int], Any] = tokens, **settings: Any) -> Model:

@@ -31,6 +31,7 @@ def test_a_family_that_nothing_is_known_of(name: str) -> None:
             apply_schedule(other, "auto", fused_loss=True)
     sch = apply_schedule(other, "auto", fused_loss=not changes, ckpt_ratio=0.5)
     assert sum(record.primitive == "checkpoint" for record in sch.history) == 2
+    assert not any(record.primitive == "shard" for record in sch.history)
     built, _ = slapo.build(sch)
     loss, new = model(**inputs).loss, built(**inputs).loss
     loss.backward()

@@ -311,9 +311,19 @@ def test_torch_takes_no_fast_path_around_the_syncs_of_its_layers() -> None:
         torch.testing.assert_close(built(ids()), own(of_torch, of_torch).eval()(ids()))
 
 
-def check_randoms(seeds: list[int], timeout: float) -> None:
-    names = [str(seed) for seed in seeds]
-    for found in run_distributed(drafted_on_ranks, 2, names, timeout=timeout):
+@pytest.mark.parametrize(
+    ("start", "stop"),
+    [
+        (0, 50),
+        *(
+            pytest.param(n, n + 150, marks=[pytest.mark.wide, pytest.mark.timeout(1800)])
+            for n in range(50, 500, 150)
+        ),
+    ],
+)
+def test_random_models(start: int, stop: int) -> None:
+    names = [str(seed) for seed in range(start, stop)]
+    for found in run_distributed(drafted_on_ranks, 2, names, timeout=1700 if start else 280):
         shares = [share for share, _ in found.values()]
         assert sum(shares) / len(shares) > 0.75, found
         # Numbers of heads that are written as literals are refused rightly.
@@ -323,18 +333,7 @@ def check_randoms(seeds: list[int], timeout: float) -> None:
             if any("check:" in why for why in given_up)
             and not any(getattr(m, "literal", False) for m in model_of(seed).build().modules())
         ]
-        assert len(refused) / len(seeds) < 0.02, refused
-
-
-def test_random_models() -> None:
-    check_randoms([*range(50)], timeout=280)
-
-
-@pytest.mark.wide
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("start", range(50, 500, 150))
-def test_more_random_models(start: int) -> None:
-    check_randoms([*range(start, start + 150)], timeout=1700)
+        assert len(refused) / len(names) < 0.02, refused
 
 
 KEYS = [key for key in MODELS if key != "wideresnet"]
@@ -486,12 +485,6 @@ def test_options_of_recipes(name: str, key: str, every: list[dict[str, Any]]) ->
         found = gathered_gradients(built, sch.group)
         for path, gradient in gradients.items():
             torch.testing.assert_close(found[path], gradient, atol=1e-5, rtol=1e-4)
-
-
-def test_auto_in_one_process_needs_no_draft() -> None:
-    model = STRANGERS["stablelm"]
-    sch = apply_schedule(model.build(), "auto", ckpt_ratio=1.0)
-    assert not any("shard" in str(record) for record in sch.history)
 
 
 # --- what stays whole ----------------------------------------------------------------------------
@@ -782,30 +775,23 @@ def test_a_module_may_have_several_entries() -> None:
 
 
 # --- the command ---------------------------------------------------------------------------------
-SCRIPT = """
-from tests.model_schedule.draft_models import Gated, Packed, whole_norm, ids, own
-def make():
-    return own(Packed, Gated), ids()
+NOTHING = """
+import torch
 def nothing():
-    import torch
     return torch.nn.Sequential(torch.nn.LayerNorm(8)), torch.ones(3, 8)
 """
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "own_model.py"
-    script.write_text(SCRIPT)
-    assert main(["draft", f"{script}:make", "--tp", "4"]) == 0
+    """On a folder, and on a function of which nothing can be sharded."""
+    STRANGERS["stablelm"].build(num_hidden_layers=6).config.save_pretrained(tmp_path)
+    assert main(["draft", str(tmp_path), "--tp", "2"]) == 0
     said = capsys.readouterr()
     assert said.out.startswith("from slapo.model_schedule import Recipe")
+    assert '"layers.*.mlp.down_proj": "rows"' in said.out
     assert "sharded, with" in said.err
-    assert main(["draft", f"{script}:nothing"]) == 1
-
-
-def test_the_command_on_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    STRANGERS["stablelm"].build(num_hidden_layers=6).config.save_pretrained(tmp_path)
-    assert main(["draft", str(tmp_path)]) == 0
-    assert '"layers.*.mlp.down_proj": "rows"' in capsys.readouterr().out
+    (tmp_path / "own.py").write_text(NOTHING)
+    assert main(["draft", f"{tmp_path}/own.py:nothing"]) == 1
 
 
 @on_ranks(2)

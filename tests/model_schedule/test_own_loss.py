@@ -108,14 +108,6 @@ def test_the_tables_name_all_exceptions() -> None:
             assert calls == len(STOCK.findall(source)) == 1, name
 
 
-class Same(transformers.LlamaForCausalLM):
-    """Only the name is the user's."""
-
-
-def test_what_is_the_users_alone_by_name() -> None:
-    assert own_loss(Same(MODELS["llama"].build().config)) == OwnLoss(True, True)
-
-
 @pytest.mark.parametrize("key", ["bert", "t5", "llama", "gpt2"])
 def test_a_count_of_tokens_counts_where_the_model_takes_it(key: str) -> None:
     model, inputs = MODELS[key].build().eval(), MODELS[key].inputs(2, 9)

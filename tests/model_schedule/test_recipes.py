@@ -1,4 +1,7 @@
-"""Every key in every mode computes what the model does, on one, two and four processes."""
+"""Every key in every mode computes what the model does, on one, two and four processes.
+
+In bfloat16 a scheduled model is as close to its float32 self as the model that it was.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import slapo
 from slapo.agreement import gathered
 from slapo.model_schedule import apply_schedule, recipe_keys
 from tests.distributed import run_distributed
-from tests.model_schedule.equality import difference
+from tests.model_schedule.equality import difference, result
 from tests.model_schedule.models import MODELS, shallow, tokens
 from tests.model_schedule.modes import MODES, REFUSED, UNCUT
 from tests.runtimes.ranks import on_ranks
@@ -46,14 +50,14 @@ def job(rank: int, world_size: int, keys: list[str]) -> dict[str, dict[str, floa
 
 def check(key: str, found: dict[str, float | str]) -> None:
     assert found.keys() == MODES.keys()
-    for mode, result in found.items():
+    for mode, value in found.items():
         said = REFUSED.get((key, mode))
         if said is None:
-            assert isinstance(result, float), f"{key} {mode}: {result}"
-            assert result < TOLERANCE, f"{key} {mode}: {result}"
+            assert isinstance(value, float), f"{key} {mode}: {value}"
+            assert value < TOLERANCE, f"{key} {mode}: {value}"
         else:
-            assert isinstance(result, str), f"{key} {mode}: {result}"
-            assert said in result, f"{key} {mode}: {result}"
+            assert isinstance(value, str), f"{key} {mode}: {value}"
+            assert said in value, f"{key} {mode}: {value}"
 
 
 @pytest.mark.parametrize("key", sorted(MODELS))
@@ -121,3 +125,56 @@ def test_dropout_keeps_the_ranks_together() -> None:
         for one, other in zip(*gathered(states, None), strict=True):
             assert torch.equal(one, other), key
         assert not torch.allclose(output.logits, plain(**inputs).logits, atol=1e-4), key
+
+
+# --- in half precision ---------------------------------------------------------------------------
+#: Batches, whose errors are taken together: those of one have luck.
+SEEDS = 4
+#: Errors of ours to those of the model. Rounded elsewhere they differ by some percent; a sum in
+#: the wrong type, or a gradient rounded once more at each step, is far above.
+LIMIT = 1.1
+
+
+def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    model.zero_grad()
+    typed = {k: v.to(model.dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+    result(model(**typed), inputs)[0].backward()
+    found = sorted((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+    return torch.cat([grad.flatten().double() for _, grad in found])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_t5_with_a_stream_of_float32_among_halves(gated: bool) -> None:
+    """Transformers keeps one layer of each block in float32, and its norms cast back."""
+    name = "gated-gelu" if gated else "relu"
+    model, loaded, ours = (MODELS["t5"].build(feed_forward_proj=name) for _ in range(3))
+    built, _ = slapo.build(apply_schedule(ours, "t5", fp16=True))
+    kept = {n.split(".")[-2] for n, p in built.named_parameters() if p.dtype == torch.float32}
+    assert kept == {"wo"}
+    for path, p in loaded.named_parameters():
+        p.data = p.data.to(built.get_parameter(path).dtype)
+    inputs = MODELS["t5"].inputs(3, 9)
+    wanted, found = loaded(**inputs).logits, built(**inputs).logits
+    assert found.dtype == wanted.dtype
+    exact = model(**inputs).logits
+    assert (found - exact).norm() < LIMIT * (wanted - exact).norm() + 1e-3
+
+
+@pytest.mark.parametrize("options", [{}, {"fused_loss": True, "ckpt_ratio": 0.5}], ids=["", "all"])
+@pytest.mark.parametrize("key", sorted(set(MODELS) - {"wideresnet"}))
+def test_gradients_in_half_precision(key: str, options: dict[str, Any]) -> None:
+    if key == "vit":  # which has no head of a vocabulary
+        options = {name: value for name, value in options.items() if name != "fused_loss"}
+    model, half, ours = (MODELS[key].build(**shallow(key)) for _ in range(3))
+    half = half.to(torch.bfloat16)
+    model.load_state_dict(half.state_dict())  # weights that bfloat16 has
+    built, _ = slapo.build(apply_schedule(ours, key, bf16=True, **options))
+    errors = torch.zeros(2, dtype=torch.float64)
+    for seed in range(SEEDS):
+        inputs = MODELS[key].inputs(3 + seed, 9)
+        expected = gradients(model, inputs)
+        found = [gradients(each, inputs) for each in (half, built)]
+        errors += torch.stack([(each - expected).norm() / expected.norm() for each in found])
+    its, own = errors.tolist()
+    assert its > 0
+    assert own < LIMIT * its, f"{own / its:.2f} times the model's"

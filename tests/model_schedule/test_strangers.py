@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 import slapo
 from slapo.model_schedule import apply_schedule
@@ -63,6 +63,48 @@ def test_layers_in_a_list_of_lists() -> None:
     torch.testing.assert_close(slapo.build(sch)[0].eval()(**batch).logits, wanted)
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Layered(nn.Module):
+    """Layers in an ``nn.Sequential``, as in timm, or in lists of their parts, as in vit-pytorch."""
+
+    def __init__(self, in_lists: bool) -> None:
+        super().__init__()
+        kind = nn.ModuleList if in_lists else nn.Sequential
+        pairs = [nn.ModuleList([Block(), Block()]) for _ in range(2)]
+        self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.layers = kind(pairs) if in_lists else kind(*(Block() for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        if isinstance(self.layers, nn.Sequential):
+            return self.head(self.layers(x))
+        for first, second in self.layers:
+            x = second(first(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("in_lists", [False, True])
+def test_layers_of_own_models(in_lists: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Layered(in_lists), torch.randn(2, 8)
+    wanted = model(x)
+    sch = apply_schedule(copy.deepcopy(model), "auto", ckpt_ratio=1.0)
+    assert sum(record.primitive == "checkpoint" for record in sch.history) == 4
+    torch.testing.assert_close(slapo.build(sch)[0](x), wanted)
+    cut = apply_schedule(model, "auto", pipeline_cuts=2, example_inputs=(x,))
+    stages = list(slapo.pipeline.generate_pipeline_partition(cut).mod.stages)
+    assert [sum(isinstance(m, Block) for m in stage.modules()) for stage in stages] == [2, 2]
+    torch.testing.assert_close(stages[1](stages[0](x)), wanted)
+
+
 # --- adapters ------------------------------------------------------------------------------------
 def adapted(model: nn.Module, *targets: str, seed: int = 3, **options: Any) -> Any:
     peft = pytest.importorskip("peft")
@@ -83,15 +125,7 @@ ADAPTED = {
     "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "gpt2": ["c_attn", "c_proj", "c_fc"],
 }
-OPTIONS: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {}),
-    ("gpt2", {}),
-    ("llama", {"sequence_parallel": True}),
-    ("gpt2", {"sequence_parallel": True}),
-    ("llama", {"ckpt_ratio": 0.5}),
-    ("llama", {"recipe": "draft"}),
-    ("gpt2", {"recipe": "draft"}),
-]
+SPREAD, DRAFT, HALF = {"sequence_parallel": True}, {"recipe": "draft"}, {"ckpt_ratio": 0.5}
 
 
 def lively(model: Any) -> Any:
@@ -106,7 +140,18 @@ def lively(model: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("key", "options", "comes_last"),
-    [*((*each, False) for each in OPTIONS), *((*OPTIONS[n], True) for n in (1, 2, 4))],
+    [
+        ("llama", {}, False),
+        ("gpt2", {}, False),
+        pytest.param("llama", SPREAD, False, marks=pytest.mark.wide),
+        pytest.param("gpt2", SPREAD, False, marks=pytest.mark.wide),
+        ("llama", HALF, False),
+        ("llama", DRAFT, False),
+        pytest.param("gpt2", DRAFT, False, marks=pytest.mark.wide),
+        pytest.param("gpt2", {}, True, marks=pytest.mark.wide),
+        ("llama", SPREAD, True),
+        ("llama", HALF, True),
+    ],
 )
 @on_ranks(2)
 def test_adapters_are_split_with_their_layers(
@@ -328,29 +373,22 @@ def test_adapters_in_other_layouts(tmp_path: Path) -> None:
         late.train_batch(iter([(dict(part), part["labels"])]))
 
 
+SLICED = "made from this rank's slice of it; pass init_lora_w"
+NOT_LORA = "has adapters of Linear that are not two"
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "error", "says"),
     [
-        *(
-            (
-                "LoraConfig",
-                {"r": 2, "target_modules": ["0", "2"], "init_lora_weights": init},
-                slapo.SlapoError,
-                "made from this rank's slice of it; pass init_lora_w",
-            )
-            for init in ("pissa", "olora")
-        ),
-        (
-            "IA3Config",
-            {"target_modules": ["0"], "feedforward_modules": []},
-            ValueError,
-            "has adapters of Linear that are not two",
-        ),
+        ("LoraConfig", {"r": 2, "init_lora_weights": "pissa"}, slapo.SlapoError, SLICED),
+        ("LoraConfig", {"r": 2, "init_lora_weights": "olora"}, slapo.SlapoError, SLICED),
+        ("IA3Config", {"feedforward_modules": []}, ValueError, NOT_LORA),
     ],
 )
 def test_adapters_that_slices_cannot_have_are_refused(
     kind: str, options: dict[str, Any], error: Any, says: str
 ) -> None:
     peft = pytest.importorskip("peft")
+    config = getattr(peft, kind)(target_modules=["0", "2"], **options)
     with fake_world(2), pytest.raises(error, match=says):
-        peft.get_peft_model(pair_by_hand(Pair()).mod, getattr(peft, kind)(**options))
+        peft.get_peft_model(pair_by_hand(Pair()).mod, config)

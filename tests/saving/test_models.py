@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 import slapo
 from tests.model_schedule.models import MODELS
 from tests.runtimes.ranks import on_ranks
-from tests.saving.jobs import different
+from tests.saving.test_resume import different
 from tests.weights.test_pretrained import Own, loss_of, rebuilt
 
 

@@ -49,11 +49,13 @@ PLANTED: dict[str, Planted] = {}
 
 
 def plant(
-    name: str, family: str, *places: str, ranks: int = 1, init: str = "default", seeded: bool = True
+    name: str, *places: str, ranks: int = 1, init: str = "default", seeded: bool = True
 ) -> Callable[[Any], Any]:
+    """Enter a mistake, whose name begins with the family."""
+
     def add(apply: Any) -> Any:
         assert name not in PLANTED
-        PLANTED[name] = Planted(family, places, apply, ranks, init, seeded)
+        PLANTED[name] = Planted(name.partition(":")[0], places, apply, ranks, init, seeded)
         return apply
 
     return add
@@ -103,17 +105,16 @@ LAYERS = {
     name: FAMILIES[name].stacks[0].layers.replace("*", "1")
     for name in ("gpt2", "llama", "qwen3", "bert", "t5")
 }
-GPT2, LLAMA, QWEN3, BERT, _ = LAYERS.values()
+GPT2, LLAMA, QWEN3, BERT, T5 = LAYERS.values()
 
 
-def tensor_parallel(
-    name: str, method: str, about: str, change: Change, *places: str, spread: bool = False
-) -> None:
+def tensor_parallel(name: str, method: str, about: str, change: Change, *places: str) -> None:
     """The right schedule of a family on two ranks with one wrong decision about a module."""
     family = name.partition(":")[0]
     where = at(about) if about else planted.anywhere
+    spread = method in ("sees_tokens", "together")  # which are about sequence parallelism
     steps = planted.Planted(FAMILIES[family], spread, (method, where, change))
-    plant(name, family, *(places or [f"{LAYERS[family]}.{about}"]), ranks=2)(steps.apply)
+    plant(name, *(places or [f"{LAYERS[family]}.{about}"]), ranks=2)(steps.apply)
 
 
 def times(factor: float) -> Change:
@@ -135,7 +136,7 @@ def summed_times(factor: float) -> Change:
     return instead(sync)
 
 
-def in_blocks(blocks: int) -> Change:
+def cut_in(blocks: int) -> Change:
     return instead(lambda node: node.shard("weight", 1, blocks).shard("bias", 0, blocks))
 
 
@@ -163,7 +164,7 @@ def head_not_summed(steps: Steps, right: Any, sch: Schedule) -> None:
     sch["lm_head"].sync("fwd_post", "all_gather", axis=-1, tensor_parallel_output_grad=False)
 
 
-def last_norm_not_tagged(steps: Steps, right: Any, sch: Schedule, stack: Stack) -> None:
+def last_not_tagged(steps: Steps, right: Any, sch: Schedule, stack: Stack) -> None:
     sch[stack.last].sync("fwd_post", "all_gather", axis=1)
 
 
@@ -187,157 +188,83 @@ for _family in LAYERS:
         _name = f"{_family}: no sum of gradients before the {_part}"
         tensor_parallel(_name, "enter", _region.enter, left_out, *_places)
 
-for _name, _method, _about, _change in (
+for _row in (
     ("gpt2: output summed twice", "row", "mlp.c_proj", times(2.0)),
     ("llama: mean in place of a sum", "row", "self_attn.o_proj", times(0.5)),
     ("gpt2: bias added once per rank", "row", "mlp.c_proj", then(bias_per_rank)),
     ("gpt2: gradients summed twice", "enter", "mlp", summed_times(2.0)),
     ("bert: gradients of the mlp averaged", "enter", "intermediate", summed_times(0.5)),
-    ("gpt2: packed projection split as one block", "column", "attn.c_attn", in_blocks(1)),
-    (
-        "gpt2: packed projection in the wrong number of blocks",
-        "column",
-        "attn.c_attn",
-        in_blocks(6),
-    ),
+    ("gpt2: packed projection split as one block", "column", "attn.c_attn", cut_in(1)),
+    ("gpt2: packed projection in the wrong number of blocks", "column", "attn.c_attn", cut_in(6)),
     ("llama: heads are cut", "fork", "self_attn", then(cut_head)),
     ("qwen3: self_attn.q_norm sees some heads", "whole_inside", "self_attn.q_norm", left_out),
     ("qwen3: self_attn.k_norm sees some heads", "whole_inside", "self_attn.k_norm", left_out),
-):
-    tensor_parallel(_name, _method, _about, _change)
-
-for _name, _about, _change, _place in (
-    ("gpt2: split_size not divided", "split_size", left_out, "attn"),
-    ("gpt2: heads are cut", "num_heads", counted("head_dim"), "attn"),
+    ("gpt2: split_size not divided", "count", "split_size", left_out, f"{GPT2}.attn"),
+    ("gpt2: heads are cut", "count", "num_heads", counted("head_dim"), f"{GPT2}.attn"),
     (
         "bert: heads are cut",
+        "count",
         "num_attention_heads",
         counted("attention_head_size"),
-        "attention.self",
+        f"{BERT}.attention.self",
     ),
-    ("t5: heads are cut", "n_heads", counted("key_value_proj_dim"), "layer.0.SelfAttention"),
+    (
+        "t5: heads are cut",
+        "count",
+        "n_heads",
+        counted("key_value_proj_dim"),
+        f"{T5}.layer.0.SelfAttention",
+    ),
+    ("gpt2: ln_2 sees some tokens", "sees_tokens", "ln_2", left_out),
+    ("llama: input_layernorm sees some tokens", "sees_tokens", "input_layernorm", left_out),
+    (
+        "bert: attention.output.LayerNorm sees some tokens",
+        "sees_tokens",
+        "attention.output.LayerNorm",
+        left_out,
+    ),
+    ("gpt2: head's gradient is multiplied", "head", "", head_multiplied, "lm_head"),
+    ("llama: head's gradient is not summed", "head", "", head_not_summed, "lm_head"),
+    ("gpt2: the last norm sees some tokens", "together", "", last_not_tagged, "transformer.ln_f"),
+    # Either may be fixed.
+    (
+        "llama: gathered as if its reader were whole",
+        "together",
+        "",
+        gathered_as_if_whole,
+        "model.norm",
+        "lm_head",
+    ),
+    (
+        "t5: cross attention's other input is not summed",
+        "enter",
+        "layer.1.EncDecAttention",
+        instead(lambda node: node.sync("bwd_post", "all_reduce", argument="hidden_states")),
+        "decoder.block.1.layer.1.EncDecAttention",
+    ),
+    (
+        "gpt2: each rank drops others of what is whole",
+        "region",
+        "mlp",
+        then(lambda node: node.fork_rng()),
+        f"{GPT2}.mlp.dropout",
+    ),
 ):
-    _place = f"{LAYERS[_name.partition(':')[0]]}.{_place}"
-    tensor_parallel(_name, "count", _about, _change, _place)
-
-for _family, _norm in (
-    ("gpt2", "ln_2"),
-    ("llama", "input_layernorm"),
-    ("bert", "attention.output.LayerNorm"),
-):
-    tensor_parallel(
-        f"{_family}: {_norm} sees some tokens", "sees_tokens", _norm, left_out, spread=True
-    )
-
-tensor_parallel("gpt2: head's gradient is multiplied", "head", "", head_multiplied, "lm_head")
-tensor_parallel("llama: head's gradient is not summed", "head", "", head_not_summed, "lm_head")
-tensor_parallel(
-    "gpt2: the last norm sees some tokens",
-    "together",
-    "",
-    last_norm_not_tagged,
-    "transformer.ln_f",
-    spread=True,
-)
-tensor_parallel(
-    "llama: gathered as if its reader were whole",
-    "together",
-    "",
-    gathered_as_if_whole,
-    *("model.norm", "lm_head"),  # either may be fixed
-    spread=True,
-)
-tensor_parallel(
-    "t5: cross attention's other input is not summed",
-    "enter",
-    "layer.1.EncDecAttention",
-    instead(lambda node: node.sync("bwd_post", "all_reduce", argument="hidden_states")),
-    "decoder.block.1.layer.1.EncDecAttention",
-)
-tensor_parallel(
-    "gpt2: each rank drops others of what is whole",
-    "region",
-    "mlp",
-    then(lambda node: node.fork_rng()),
-    f"{GPT2}.mlp.dropout",
-)
+    tensor_parallel(*_row)
 
 
-@plant("gpt2: ranks are not seeded", "gpt2", "transformer.wte", ranks=2, seeded=False)
+@plant("gpt2: ranks are not seeded", "transformer.wte", ranks=2, seeded=False)
 def _unseeded(sch: Schedule) -> None:
     Steps(FAMILIES["gpt2"]).apply(sch)
 
 
-@plant("bert: one rank's schedule drops elsewhere", "bert", f"{BERT}.output.dropout", ranks=2)
+@plant("bert: one rank's schedule drops elsewhere", f"{BERT}.output.dropout", ranks=2)
 def _dropout_of_one_rank(sch: Schedule) -> None:
     Steps(FAMILIES["bert"]).apply(sch)
     sch[f"{BERT}.output.dropout"].mod.p = 0.1 + 0.1 * sch.rank
 
 
 # --- one process ----------------------------------------------------------------------------------
-def assigned(path: str, attribute: str, value: Any) -> Callable[[Schedule], None]:
-    def apply(sch: Schedule) -> None:
-        setattr(sch[path].mod, attribute, value)
-
-    return apply
-
-
-def replaced(path: str, make: Callable[[Any], nn.Module]) -> Callable[[Schedule], object]:
-    return lambda sch: sch[path].replace(make(sch[path].mod))
-
-
-for _name, _family, _path, _attribute, _value in (
-    ("gpt2: eps of a norm", "gpt2", f"{GPT2}.ln_1", "eps", 1e-4),
-    (
-        "llama: eps of a norm",
-        "llama",
-        f"{LLAMA}.post_attention_layernorm",
-        "variance_epsilon",
-        1e-5,
-    ),
-    ("qwen3: eps of an inner norm", "qwen3", f"{QWEN3}.self_attn.q_norm", "variance_epsilon", 1e-5),
-    ("bert: eps of a norm", "bert", f"{BERT}.output.LayerNorm", "eps", 1e-6),
-    ("t5: eps of a norm", "t5", "decoder.block.1.layer.0.layer_norm", "variance_epsilon", 1e-5),
-    ("conv: eps of a norm", "conv", "blocks.1.bn1", "eps", 1e-4),
-    ("conv: momentum of a norm", "conv", "blocks.1.bn1", "momentum", 0.2),
-    ("llama: scale of the scores", "llama", f"{LLAMA}.self_attn", "scaling", 0.5),
-    ("bert: scale of the scores", "bert", f"{BERT}.attention.self", "scaling", 0.5),
-    ("gpt2: dropout", "gpt2", f"{GPT2}.mlp.dropout", "p", 0.2),
-    ("bert: dropout", "bert", f"{BERT}.attention.output.dropout", "p", 0.0),
-    ("t5: dropout", "t5", "encoder.block.1.layer.1.dropout", "p", 0.5),
-    ("conv: dropout", "conv", "blocks.1.drop", "p", 0.3),
-    ("llama: dropout of the scores", "llama", f"{LLAMA}.self_attn", "attention_dropout", 0.3),
-):
-    plant(_name, _family, _path)(assigned(_path, _attribute, _value))
-
-for _name, _family, _path, _make in (
-    ("gpt2: activation", "gpt2", f"{GPT2}.mlp.act", lambda old: nn.GELU()),
-    ("llama: activation", "llama", f"{LLAMA}.mlp.act_fn", lambda old: nn.GELU(approximate="tanh")),
-    ("conv: activation", "conv", "blocks.1.act", lambda old: nn.LeakyReLU()),
-    ("gpt2: a fresh layer", "gpt2", f"{GPT2}.mlp.c_fc", lambda old: type(old)(128, 32)),
-    (
-        "bert: a fresh head",
-        "bert",
-        "cls.predictions.transform.dense",
-        lambda old: nn.Linear(32, 32),
-    ),
-    ("qwen3: a layer of other names", "qwen3", f"{QWEN3}.mlp.up_proj", lambda old: Renamed(old)),
-    ("conv: a norm is dropped", "conv", "blocks.1.bn2", lambda old: nn.Identity()),
-    (
-        "conv: a fresh norm",
-        "conv",
-        "norm",
-        lambda old: nn.BatchNorm2d(8, track_running_stats=False),
-    ),
-    ("conv: padding", "conv", "blocks.1.conv1", lambda old: reflecting(old)),
-):
-    plant(_name, _family, _path)(replaced(_path, _make))
-
-plant("gpt2: activation in a branch of zeros", "gpt2", f"{GPT2}.mlp.act", init="zero")(
-    replaced(f"{GPT2}.mlp.act", lambda old: nn.ReLU())
-)
-
-
 class Renamed(nn.Module):
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -354,6 +281,80 @@ def reflecting(layer: nn.Conv2d) -> nn.Module:
     return new
 
 
+def acted(path: str, act: Callable[[Schedule], object]) -> Callable[[Schedule], object]:
+    return lambda sch: act(sch[path])
+
+
+def replaced(path: str, make: Callable[[Any], nn.Module]) -> Callable[[Schedule], object]:
+    return acted(path, lambda node: node.replace(make(node.mod)))
+
+
+for _name, _path, _attribute, _value in (
+    ("gpt2: eps of a norm", f"{GPT2}.ln_1", "eps", 1e-4),
+    ("llama: eps of a norm", f"{LLAMA}.post_attention_layernorm", "variance_epsilon", 1e-5),
+    ("qwen3: eps of an inner norm", f"{QWEN3}.self_attn.q_norm", "variance_epsilon", 1e-5),
+    ("bert: eps of a norm", f"{BERT}.output.LayerNorm", "eps", 1e-6),
+    ("t5: eps of a norm", "decoder.block.1.layer.0.layer_norm", "variance_epsilon", 1e-5),
+    ("conv: eps of a norm", "blocks.1.bn1", "eps", 1e-4),
+    ("conv: momentum of a norm", "blocks.1.bn1", "momentum", 0.2),
+    ("llama: scale of the scores", f"{LLAMA}.self_attn", "scaling", 0.5),
+    ("bert: scale of the scores", f"{BERT}.attention.self", "scaling", 0.5),
+    ("gpt2: dropout", f"{GPT2}.mlp.dropout", "p", 0.2),
+    ("bert: dropout", f"{BERT}.attention.output.dropout", "p", 0.0),
+    ("t5: dropout", "encoder.block.1.layer.1.dropout", "p", 0.5),
+    ("conv: dropout", "blocks.1.drop", "p", 0.3),
+    ("llama: dropout of the scores", f"{LLAMA}.self_attn", "attention_dropout", 0.3),
+):
+    plant(_name, _path)(acted(_path, lambda n, key=_attribute, to=_value: setattr(n.mod, key, to)))
+
+for _name, _path, _make in (
+    ("gpt2: activation", f"{GPT2}.mlp.act", lambda old: nn.GELU()),
+    ("llama: activation", f"{LLAMA}.mlp.act_fn", lambda old: nn.GELU(approximate="tanh")),
+    ("conv: activation", "blocks.1.act", lambda old: nn.LeakyReLU()),
+    ("gpt2: a fresh layer", f"{GPT2}.mlp.c_fc", lambda old: type(old)(128, 32)),
+    ("bert: a fresh head", "cls.predictions.transform.dense", lambda old: nn.Linear(32, 32)),
+    ("qwen3: a layer of other names", f"{QWEN3}.mlp.up_proj", Renamed),
+    ("conv: a norm is dropped", "blocks.1.bn2", lambda old: nn.Identity()),
+    ("conv: a fresh norm", "norm", lambda old: nn.BatchNorm2d(8, track_running_stats=False)),
+    ("conv: padding", "blocks.1.conv1", reflecting),
+):
+    plant(_name, _path)(replaced(_path, _make))
+
+plant("gpt2: activation in a branch of zeros", f"{GPT2}.mlp.act", init="zero")(
+    replaced(f"{GPT2}.mlp.act", lambda old: nn.ReLU())
+)
+
+for _name, _path, _act in (
+    (
+        "t5: a weight in another dtype",
+        f"{T5}.layer.1.DenseReluDense.wi",
+        lambda node: node.mod.bfloat16(),
+    ),
+    (
+        "gpt2: a layer is frozen",
+        f"{GPT2}.attn.c_proj",
+        lambda n: n.mod.weight.requires_grad_(False),
+    ),
+    ("llama: frequencies of positions", "model.rotary_emb", lambda n: n.mod.inv_freq.mul_(0.5)),
+    (
+        "bert: positions",
+        "bert.embeddings",
+        lambda node: node.mod.position_ids.copy_(torch.arange(32).flip(0)[None]),
+    ),
+    (
+        "qwen3: computes in half precision",
+        f"{QWEN3}.mlp.down_proj",
+        lambda node: node.sync("fwd_post", lambda module, args, out: out.bfloat16().float()),
+    ),
+    (
+        "gpt2: detached",
+        f"{GPT2}.mlp.c_proj",
+        lambda node: node.sync("fwd_post", lambda module, args, out: out.detach()),
+    ),
+):
+    plant(_name, _path)(acted(_path, _act))
+
+
 class Swapped(FusedQKV):
     """Packs the key where the query belongs."""
 
@@ -364,7 +365,7 @@ class Swapped(FusedQKV):
         }
 
 
-@plant("bert: query and key swapped in a fusion", "bert", f"{BERT}.attention.self.Swapped_0")
+@plant("bert: query and key swapped in a fusion", f"{BERT}.attention.self.Swapped_0")
 def _swapped_fusion(sch: Schedule) -> None:
     attention = sch[f"{BERT}.attention.self"]
     attention.trace(tracer="huggingface")
@@ -375,13 +376,13 @@ def _swapped_fusion(sch: Schedule) -> None:
     attention.replace(Swapped(32, 4), attention.find(projection))
 
 
-@plant("bert: query and key swapped", "bert", f"{BERT}.attention.self.query")
+@plant("bert: query and key swapped", f"{BERT}.attention.self.query")
 def _swapped(sch: Schedule) -> None:
     attention = sch[f"{BERT}.attention.self"].mod
     attention.query, attention.key = attention.key, attention.query
 
 
-@plant("llama: gate and up swapped", "llama", f"{LLAMA}.mlp.gate_proj")
+@plant("llama: gate and up swapped", f"{LLAMA}.mlp.gate_proj")
 def _swapped_values(sch: Schedule) -> None:
     mlp = sch[f"{LLAMA}.mlp"].mod
     with torch.no_grad():
@@ -390,72 +391,42 @@ def _swapped_values(sch: Schedule) -> None:
         mlp.up_proj.weight.copy_(gate)
 
 
-@plant("bert: a square weight transposed", "bert", f"{BERT}.attention.output.dense")
+@plant("bert: a square weight transposed", f"{BERT}.attention.output.dense")
 def _transposed(sch: Schedule) -> None:
     layer = sch[f"{BERT}.attention.output.dense"].mod
     layer.weight.data = layer.weight.data.t().contiguous()
 
 
-@plant("t5: a weight in another dtype", "t5", "encoder.block.1.layer.1.DenseReluDense.wi")
-def _dtype(sch: Schedule) -> None:
-    sch["encoder.block.1.layer.1.DenseReluDense.wi"].mod.bfloat16()
-
-
-@plant("gpt2: a layer is frozen", "gpt2", f"{GPT2}.attn.c_proj")
-def _frozen(sch: Schedule) -> None:
-    sch[f"{GPT2}.attn.c_proj"].mod.weight.requires_grad_(False)
-
-
-@plant("gpt2: the head is untied", "gpt2", "lm_head", "transformer.wte")
+@plant("gpt2: the head is untied", "lm_head", "transformer.wte")
 def _untied(sch: Schedule) -> None:
     head = sch["lm_head"].mod
     head.weight = nn.Parameter(head.weight.detach().clone())
 
 
-@plant("llama: frequencies of positions", "llama", "model.rotary_emb")
-def _frequencies(sch: Schedule) -> None:
-    sch["model.rotary_emb"].mod.inv_freq.mul_(0.5)
-
-
-@plant("bert: positions", "bert", "bert.embeddings")
-def _positions(sch: Schedule) -> None:
-    sch["bert.embeddings"].mod.position_ids.copy_(torch.arange(32).flip(0)[None])
-
-
-@plant("conv: running variance", "conv", "blocks.0.bn1")
+@plant("conv: running variance", "blocks.0.bn1")
 def _running(sch: Schedule) -> None:
     sch["blocks.0.bn1"].mod.reset_running_stats()
     sch["blocks.0.bn1"].mod.running_var.mul_(2)
 
 
-@plant("conv: a buffer in another dtype", "conv", "blocks.0.bn1")
+@plant("conv: a buffer in another dtype", "blocks.0.bn1")
 def _buffer_dtype(sch: Schedule) -> None:
     norm = sch["blocks.0.bn1"].mod
     norm.running_mean = norm.running_mean.double()
 
 
-@plant("gpt2: hooks are lost", "gpt2", f"{GPT2}.attn", f"{GPT2}.attn.c_attn", ranks=2)
+@plant("gpt2: hooks are lost", f"{GPT2}.attn", f"{GPT2}.attn.c_attn", ranks=2)
 def _lost_hooks(sch: Schedule) -> None:
     Steps(FAMILIES["gpt2"]).apply(sch)
     sch[f"{GPT2}.attn"].mod._forward_pre_hooks.clear()
 
 
-@plant("qwen3: computes in half precision", "qwen3", f"{QWEN3}.mlp.down_proj")
-def _half(sch: Schedule) -> None:
-    sch[f"{QWEN3}.mlp.down_proj"].sync("fwd_post", lambda module, args, out: out.bfloat16().float())
-
-
-@plant("gpt2: detached", "gpt2", f"{GPT2}.mlp.c_proj")
-def _detached(sch: Schedule) -> None:
-    sch[f"{GPT2}.mlp.c_proj"].sync("fwd_post", lambda module, args, out: out.detach())
-
-
-@plant("conv: channels are not summed", "conv", "blocks.1.conv2", ranks=2)
+@plant("conv: channels are not summed", "blocks.1.conv2", ranks=2)
 def _channels(sch: Schedule) -> None:
     conv_channels(sch, skip="forward")
 
 
-@plant("conv: gradients of channels are not summed", "conv", "blocks.1.conv1", ranks=2)
+@plant("conv: gradients of channels are not summed", "blocks.1.conv1", ranks=2)
 def _channels_back(sch: Schedule) -> None:
     conv_channels(sch, skip="backward")
 

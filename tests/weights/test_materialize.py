@@ -26,20 +26,12 @@ def numbered(module: nn.Module, path: str) -> None:
 
 
 # --- creation ------------------------------------------------------------------------------------
-def test_parameters_have_no_memory_and_buffers_are_computed() -> None:
-    with slapo.init_empty_weights():
-        model = nn.BatchNorm1d(3)
-    assert model.weight.is_meta
-    assert torch.equal(model.running_var, torch.ones(3))
-    with slapo.init_empty_weights(include_buffers=True):
-        model = nn.BatchNorm1d(3)
-    assert model.running_var.is_meta
-
-
 def test_disabled_and_afterwards_nothing_is_patched() -> None:
     register = nn.Module.register_parameter
     with slapo.init_empty_weights(enable=False):
         assert not nn.Linear(2, 2).weight.is_meta
+    with slapo.init_empty_weights():
+        assert torch.equal(nn.BatchNorm1d(3).running_var, torch.ones(3))  # buffers are computed
     with pytest.raises(ZeroDivisionError), slapo.init_empty_weights(include_buffers=True):
         _ = 1 / 0
     assert nn.Module.register_parameter is register
@@ -118,15 +110,6 @@ def test_a_module_with_some_real_tensors_keeps_those() -> None:
     assert layer.weight.abs().max() <= 0.5  # 1 / sqrt(4)
 
 
-@pytest.mark.parametrize("function", [lambda m: numbered(m, ""), numbered])
-def test_a_function_of_the_user(function: object) -> None:
-    with slapo.init_empty_weights():
-        model = Stack(2)
-    slapo.build(slapo.create_schedule(model), init_weights=function)  # type: ignore[arg-type]
-    weight = model.layers[1].fc2.weight
-    assert torch.equal(weight.flatten().diff(), torch.ones(weight.numel() - 1))
-
-
 def test_false_leaves_them_on_meta() -> None:
     with slapo.init_empty_weights():
         model = Stack(1)
@@ -159,15 +142,6 @@ class Scaled(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.constant_(self.gain, 2.0)
         nn.init.constant_(self.proj.weight, 3.0)
-
-
-def test_a_parent_may_initialize_its_child() -> None:
-    with slapo.init_empty_weights():
-        model = nn.Sequential(Scaled(), nn.Linear(4, 4))
-    slapo.build(slapo.create_schedule(model))
-    assert torch.equal(model[0].proj.weight, torch.full((4, 4), 3.0))
-    assert torch.equal(model[0].gain, torch.full((4,), 2.0))
-    assert model[0].proj.bias.abs().max() <= 0.5
 
 
 def test_wrappers_and_traces_are_seen_through() -> None:
