@@ -20,6 +20,7 @@ import slapo
 from slapo.agreement import gathered
 from slapo.sharding import sync_ops
 from slapo.sharding.state import sharding_of, shards_of
+from slapo.snapshot import restored_on_error
 from tests.check.verdicts import fake_world
 from tests.distributed import Job
 from tests.graph.served import make
@@ -411,3 +412,21 @@ def test_a_snapshot_leaves_the_hooks_of_parameters_as_they_are() -> None:
         assert len(weight._backward_hooks) == 1
         state.snapshot()
         assert len(weight._backward_hooks) == 1
+
+
+class Frozen(dict[str, int]):
+    """As the configs of diffusers."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("frozen")
+
+
+def test_a_failed_primitive_leaves_frozen_containers_as_they_are() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.config = Frozen(heads=2)
+    sch = slapo.create_schedule(model)
+    with pytest.raises(KeyError), restored_on_error(sch):
+        model.added = 1
+        raise KeyError
+    assert model.config == {"heads": 2}
+    assert not hasattr(model, "added")
