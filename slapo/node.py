@@ -45,18 +45,18 @@ def numbers_of(model: nn.Module) -> Numbers:
     """Integers, and sequences of integers, among the attributes of modules and their configs."""
     modules = list(model.modules())
     attributes = [(name, value) for module in modules for name, value in vars(module).items()]
-    configs = {
-        id(value): value
-        for name, value in attributes
-        if config_entries(name, value) is not None and not isinstance(value, dict)
-    }
+    holders = {id(module): (module, vars(module)) for module in modules}
+    for name, value in attributes:
+        entries = config_entries(name, value)
+        if entries is not None:
+            holders[id(value)] = value, entries
     found: Numbers = []
-    for holder in [*modules, *configs.values()]:
-        own = {name: value for name, value in vars(holder).items() if _counts(name, value)}
+    for holder, entries in holders.values():
+        own = {name: value for name, value in entries.items() if name and _counts(name, value)}
         if own:
             try:
                 found.append((weakref.ref(holder), own))
-            except TypeError:  # not weakly referenceable, such as a SimpleNamespace as a config
+            except TypeError:  # not weakly referenceable, such as a dict as a config
                 found.append((itertools.repeat(holder).__next__, own))
     return found
 
@@ -70,11 +70,12 @@ def config_entries(name: str, value: Any) -> dict[str, Any] | None:
     entries: dict[str, Any] = value if is_dict else getattr(value, "__dict__", {})
     if name.startswith("_") or isinstance(value, type) or not entries:
         return None
-    if name == "config":
+    if name == "config" and not is_dict:
         return entries
     is_kind = is_dict or is_dataclass(value) or isinstance(value, (Namespace, SimpleNamespace))
-    plain = (bool, int, float, str, list, tuple, torch.dtype, type(None))
-    return entries if is_kind and all(isinstance(v, plain) for v in entries.values()) else None
+    plain = (bool, int, float, str, list, tuple, dict, torch.dtype, type(None))
+    is_plain = all(isinstance(k, str) and isinstance(v, plain) for k, v in entries.items())
+    return entries if is_kind and is_plain else None
 
 
 def _counts(name: str, value: Any) -> bool:

@@ -149,11 +149,12 @@ class Settings:
 class ByConfigs(_Heads):
     """Reads the number of heads from a dict and from a dataclass, which all blocks share."""
 
-    sizes, args = {"heads": 4}, Settings()
+    sizes, args = {"heads": 4, "rotary": {"base": 100}}, Settings()
 
     def __init__(self, hidden: int) -> None:
         super().__init__(hidden)
         self.sizes, self.args = type(self).sizes, type(self).args
+        self.seen = {2: 3}  # no config
 
     def split(self, x: Tensor, number: int) -> Tensor:
         heads = self.args.heads if number else self.sizes["heads"]

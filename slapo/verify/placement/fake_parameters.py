@@ -139,7 +139,7 @@ def as_before(model: nn.Module, numbers: Numbers) -> Iterator[None]:
         before.extend((each, {"ranks": 1}) for each in shares)
     with ExitStack() as stack:
         for holder, own in before:
-            now = holder.__dict__
+            now = holder if isinstance(holder, dict) else holder.__dict__
             for name, value in own.items():
                 if name in now and now[name] is not value:
                     stack.callback(now.__setitem__, name, now[name])
