@@ -112,7 +112,8 @@ def checksum(tensor: Tensor) -> Tensor:
     Views the bytes as a square of 64-bit integers and sums its rows and columns, weighted by
     position: two passes over the data, no copy. NaN is compared like any other value.
     """
-    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+    dense = tensor.to_dense() if tensor.is_sparse else tensor  # Whisper keeps a mask so
+    flat = dense.detach().contiguous().flatten().view(torch.uint8)
     whole = flat.numel() // 8 * 8
     # A view as int64 needs an aligned start.
     if flat.storage_offset() % 8:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from slapo.derive.axes import Axis, Chosen, axes_in, is_sharded
 from slapo.derive.trace import Node, Trace
 from slapo.sharding.partial import is_deferrable
 from slapo.verify.placement.view_rules import COPIES, REORDERS, VIEWS
 
-#: Layers that may add a bias to a partial sum: rows, where a sync adds the bias once.
-ROW_LAYERS = ("Linear", "Conv1D", "Conv1d", "Conv2d", "Conv3d")
+_ROW_LAYERS = ("Conv1D", "Conv1d", "Conv2d", "Conv3d")
 #: Operations that turn a partial sum into a partial sum.
 _LINEAR = {*VIEWS, *REORDERS, *COPIES, "mul", "div", "neg", "unsqueeze", "squeeze", "expand", "bmm"}
 _LINEAR |= {"index_add", "index", "index_select", "index_copy", "index_put", "_index_put_impl"}
@@ -24,6 +25,11 @@ _TOGETHER = {"add", "sub", "cat", "stack"}
 WHOLE, PARTIAL, MIXED = "whole", "partial", "mixed"
 #: Path of a module, and the name of the argument that takes a value; ``""`` for its output.
 Point = tuple[str, str]
+
+
+def is_row_layer(module: nn.Module) -> bool:
+    """Return whether a layer may add a bias to a partial sum: a sync then adds the bias once."""
+    return isinstance(module, nn.Linear) or type(module).__name__ in _ROW_LAYERS
 
 
 class ImpossibleError(Exception):
@@ -95,7 +101,7 @@ class _Forward:
         if node.kind == "entry":
             return
         if begins:
-            if call.is_leaf and type(call.module).__name__ in ROW_LAYERS:
+            if call.is_leaf and is_row_layer(call.module):
                 if not is_deferrable(call.module):
                     raise ImpossibleError(f"a forward of its own adds the bias in {path!r}", axes)
                 self.row_calls.add(id(call))

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from slapo.derive.axes import Term, axes_in, is_sharded, size_of
-from slapo.derive.collectives import ROW_LAYERS
+from slapo.derive.collectives import is_row_layer
 from slapo.derive.derivation import Derivation
 from slapo.derive.sizes import formula_of
 from slapo.errors import SlapoError
@@ -135,7 +135,7 @@ class _Words:
             # ``columns`` shards all tensors of the layer, so a layer with a replicated one is
             # listed by tensor.
             own = {leaf: out if count > 1 else 0 for leaf, count in dims.items() if count}
-            is_row = axes == {"weight": 1 - out} and type(module).__name__ in ROW_LAYERS
+            is_row = axes == {"weight": 1 - out} and is_row_layer(module)
             if axes == own and len(set(blocks_of.values())) == 1:
                 shown = next(iter(blocks_of.values()))
                 self.said[owner].append(f"columns({shown})" if shown else "columns")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import copyreg
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -99,6 +101,15 @@ def _linear(module: Any, input: Tensor) -> Tensor:
     return F.linear(input, module.weight)
 
 
+def _without_bias(module: Any, input: Tensor) -> Tensor:
+    bias, module._parameters["bias"] = module._parameters["bias"], None
+    try:
+        output: Tensor = module._original.forward(module, input)
+    finally:
+        module._parameters["bias"] = bias
+    return output
+
+
 def _matmul(module: Any, input: Tensor) -> Tensor:
     return input @ module.weight
 
@@ -164,8 +175,30 @@ def is_deferring(module: nn.Module) -> bool:
 
 
 def is_deferrable(module: nn.Module) -> bool:
-    """Return True unless `module` adds a bias in a forward of its own."""
-    return not has_bias(module) or is_deferring(module) or _known_product(type(module)) is not None
+    """Return True unless `module` adds a bias to something other than a product."""
+    if not has_bias(module) or is_deferring(module):
+        return True
+    known = _known_product(type(module))
+    return known is not None and (known[0] is not _without_bias or _sums_over_inputs(module))
+
+
+def _sums_over_inputs(module: Any) -> bool:
+    """Return True if outputs for parts of the input features, and the bias, add up to the output.
+
+    Runs the forward on small random tensors: that of a subclass may do anything.
+    """
+    small, generator = copy.copy(module), torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((2, 4), (3, 4), (3,)))
+
+    def run(some: slice, bias: Tensor | None) -> Tensor:
+        small._parameters = {**module._parameters, "weight": weight[:, some], "bias": bias}
+        output: Tensor = type(module).forward(small, x[:, some])
+        return output
+
+    with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        whole, parts = run(slice(None), bias), (run(slice(2), None), run(slice(2, None), None))
+        return torch.allclose(whole, sum(parts, start=bias), atol=1e-5)
+    return False
 
 
 def defer_bias(module: nn.Module) -> None:
@@ -178,7 +211,7 @@ def defer_bias(module: nn.Module) -> None:
 def defer_bias_as(old: nn.Module, new: nn.Module) -> None:
     """Make `new` add its bias after the reductions of `old`, if its forward is known."""
     before, after = sharding_of(old), sharding_of(new)
-    if is_deferring(old) and has_bias(new) and _known_product(type(new)) is not None:
+    if is_deferring(old) and has_bias(new) and is_deferrable(new):
         assert before is not None, "it defers"
         assert after is not None, "it has the slices of the other"
         defer_bias(new)
@@ -239,8 +272,10 @@ def _known_product(cls: type[nn.Module]) -> tuple[Product, int, Product] | None:
     for base in cls.__mro__:
         known = _PRODUCTS.get(f"{base.__module__}.{base.__qualname__}")
         if known is not None:
-            # A subclass with a forward of its own may use the bias in any way.
-            return known if cls.forward is base.forward else None  # type: ignore[attr-defined]
+            if cls.forward is base.forward:  # type: ignore[attr-defined]
+                return known
+            # Such as those of Whisper and timm, which cast the weight. See _sums_over_inputs().
+            return (_without_bias, 0, _leave) if base is nn.Linear else None
     return None
 
 

@@ -221,14 +221,28 @@ class CalledTwice(Gated):
         return super().forward(self.flat(x).view(x.shape)) * mean
 
 
-def with_linear_of_its_own(hidden: int) -> nn.Module:
-    """An MLP whose last layer adds its bias in a forward of its own, as timm's ``Linear``."""
+class Casting(nn.Linear):
+    """As those of Whisper and timm."""
 
-    def forward(self: nn.Linear, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(
+            x, self.weight.to(x.dtype), self.bias.to(x.dtype) if self.bias is not None else None
+        )
 
-    kind = type("Linear", (nn.Linear,), {"forward": forward})
-    return nn.Sequential(nn.Linear(hidden, 64), nn.GELU(), kind(64, hidden))
+
+class Bending(nn.Linear):
+    """No sum over its inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh()
+
+
+def casting(hidden: int) -> nn.Module:
+    return nn.Sequential(Casting(hidden, 64), nn.GELU(), Casting(64, hidden))
+
+
+def bending(hidden: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(hidden, 64), nn.GELU(), Bending(64, hidden))
 
 
 #: Blocks of models of this file alone, and the smallest share of the bytes that is sharded.
@@ -236,7 +250,11 @@ MORE: dict[str, Any] = {"whole block": (WholeBlock, 0.5), "parametrized": (Param
 MORE |= {"few keys": (FewKeys, 0.85), "dropping": (dropping, 0.0), "width": (WidthOfInput, 0.95)}
 MORE |= {"einops": (ByEinops, 0.95), "configs": (ByConfigs, 0.95), "lists": (InLists, 0.95)}
 MORE |= {"called twice": (CalledTwice, 0.7)}
-MORE |= {"bias of parts": (BiasOfParts, 0.95), "own linear": (with_linear_of_its_own, 0.45)}
+MORE |= {
+    "bias of parts": (BiasOfParts, 0.95),
+    "casting": (casting, 0.95),
+    "bending": (bending, 0.45),
+}
 
 
 def model_of(name: str) -> Model:

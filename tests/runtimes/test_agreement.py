@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slapo.agreement import all_ranks_or_none, is_on_every_rank, same_on_all_ranks
+from slapo.agreement import all_ranks_or_none, checksum, is_on_every_rank, same_on_all_ranks
 from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch, BatchCheck, batch_digest
 from slapo.mesh import init_mesh
@@ -124,3 +124,9 @@ def test_a_digest_knows_order_and_form() -> None:
     assert batch_digest((tensor, swapped)) != batch_digest((swapped, tensor))
     assert batch_digest({"x": tensor, "mode": "a"}) != batch_digest({"x": tensor, "mode": "b"})
     assert batch_digest(torch.empty(0)) == batch_digest(torch.empty(0))
+
+
+def test_sparse_buffers_have_a_checksum() -> None:
+    """Whisper keeps the mask of its alignment heads in one."""
+    mask = torch.eye(3).bool()
+    assert checksum(mask.to_sparse()) == checksum(mask) != checksum(~mask)
