@@ -188,7 +188,10 @@ def _sums_over_inputs(module: Any) -> bool:
     Runs the forward on small random tensors: that of a subclass may do anything.
     """
     small, generator = copy.copy(module), torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((2, 4), (3, 4), (3,)))
+    wide = module.weight.dtype == torch.float64
+    options: Any = {"dtype": torch.float64 if wide else torch.float32, "device": "cpu"}
+    shapes = ((2, 4), (3, 4), (3,))
+    x, weight, bias = (torch.randn(shape, generator=generator, **options) for shape in shapes)
 
     def run(some: slice, bias: Tensor | None) -> Tensor:
         small._parameters = {**module._parameters, "weight": weight[:, some], "bias": bias}
