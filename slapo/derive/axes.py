@@ -92,9 +92,9 @@ def _split(axis: Axis, outer: int) -> Term:
 
 
 def _stack(axis: Axis, count: int) -> bool:
-    """Make a concatenation the product of `count` and one of its equal parts, if it has these."""
-    parts = _cut_row(axis.blocks or (), [axis.size // count] * count)
-    if parts is None:
+    """Make a concatenation of `count` equal parts the product of `count` and one of them."""
+    parts = axis.blocks or []
+    if len(parts) != count or len({size_of(part) for part in parts}) > 1:
         return False
     for other in parts[1:]:
         unify(parts[0], other, "a view")
