@@ -31,7 +31,7 @@ logger = get_logger()
 
 
 #: A module list is a list of layers if it has at least this fraction of the largest one's
-#: parameters.
+#: parameters, or modules of the same class: the first blocks of a ResNet have few parameters.
 _SMALL = 0.25
 #: Options for which a model needs a list of layers.
 OF_LAYERS = ("ckpt_ratio", "pipeline_cuts", "sequence_parallel")
@@ -56,17 +56,28 @@ def recipe_of_layers(model: nn.Module, base: str) -> Recipe:
 
 def lists_of_layers(base: nn.Module) -> list[str]:
     """Return the paths of the outermost lists of modules that are large enough to hold layers."""
-    lists: dict[str, int] = {}
+    lists: dict[str, nn.Module] = {}
     for path, module in base.named_modules():
         within = any(path.startswith(f"{other}.") for other in lists)
         if _holds_layers(module) and path and not within:
-            lists[path] = sum(p.numel() for p in module.parameters())
-    return [path for path, size in lists.items() if size >= max(1, _SMALL * max(lists.values()))]
+            lists[path] = module
+    sizes = {path: sum(p.numel() for p in module.parameters()) for path, module in lists.items()}
+    largest = max(sizes, key=lambda path: sizes[path], default="")
+    return [
+        path
+        for path, size in sizes.items()
+        if size
+        and (size >= _SMALL * sizes[largest] or _kinds(lists[path]) == _kinds(lists[largest]))
+    ]
+
+
+def _kinds(module: nn.Module) -> set[type]:
+    return set(map(type, module._modules.values()))
 
 
 def _holds_layers(module: nn.Module) -> bool:
     items = list(module._modules.values())
-    kinds = {type(each) for each in items}
+    kinds = _kinds(module)
     if isinstance(module, nn.Sequential):  # blocks of one class, as in timm, not parts of a block
         return len(items) > 1 == len(kinds) and all(each and each._modules for each in items)
     # torch keeps the parametrizations of a tensor in a subclass of ModuleList. In a list of lists,

@@ -80,7 +80,7 @@ def plain_images(batch: int, length: int) -> dict[str, Tensor]:
 
 def wide_resnet(**changes: Any) -> nn.Module:
     torch.manual_seed(0)
-    return WideResNet(channels=64, blocks=1).train()
+    return WideResNet(channels=64, blocks=2).train()
 
 
 def of(name: str, inputs: Callable[[int, int], Any] = tokens, **settings: Any) -> Model:

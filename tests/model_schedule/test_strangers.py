@@ -106,6 +106,12 @@ def test_layers_of_own_models(in_lists: bool) -> None:
     torch.testing.assert_close(pipelined(x), wanted)
 
 
+def test_small_groups_of_the_same_blocks_are_layers() -> None:
+    sch = apply_schedule(MODELS["wideresnet"].build(), "auto", ckpt_ratio=1.0)
+    found = [record.path for record in sch.history if record.primitive == "checkpoint"]
+    assert found == [f"layer{group}.{block}" for group in range(1, 5) for block in range(2)]
+
+
 # --- adapters ------------------------------------------------------------------------------------
 def adapted(model: nn.Module, *targets: str, seed: int = 3, **options: Any) -> Any:
     peft = pytest.importorskip("peft")
