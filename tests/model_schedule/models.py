@@ -78,9 +78,9 @@ def plain_images(batch: int, length: int) -> dict[str, Tensor]:
     return {"x": images(batch, length)["pixel_values"]}
 
 
-def wide_resnet(**changes: Any) -> nn.Module:
+def wide_resnet(blocks: int = 2, **changes: Any) -> nn.Module:
     torch.manual_seed(0)
-    return WideResNet(channels=64, blocks=2).train()
+    return WideResNet(channels=64, blocks=blocks).train()
 
 
 def of(name: str, inputs: Callable[[int, int], Any] = tokens, **settings: Any) -> Model:
@@ -147,7 +147,7 @@ MODELS = {
 _SHALLOW: dict[str, dict[str, Any]] = {
     "gpt_neo": {"num_hidden_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "t5": {},
-    "wideresnet": {},
+    "wideresnet": {"blocks": 1},
 }
 
 
