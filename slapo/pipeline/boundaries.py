@@ -22,6 +22,7 @@ from slapo.graph.trace.hf import no_results_kept
 from slapo.logger import only_from
 from slapo.pipeline.stage import Stage
 from slapo.random import tracker_kept
+from slapo.weights.slots import compiled_kept
 
 _TENSORS = ("_parameters", "_buffers")
 _HOOKS = (
@@ -162,6 +163,7 @@ class ShapeProbe:
         """Context with fake tensors in the stage, without cached results or compiled code."""
         with (
             self._tensors_concealed(real),
+            compiled_kept(self.stage),
             no_results_kept(),
             tracker_kept(),
             torch.compiler.set_stance("force_eager"),

@@ -78,7 +78,8 @@ def saved_slots(model: nn.Module) -> Iterator[Slot]:
     for path, outer in model.named_modules(remove_duplicate=False):
         module, prefix = innermost(outer), f"{path}." if path else ""
         if isinstance(module, torch.jit.ScriptModule):
-            leaves = [leaf for leaf, _ in module.named_parameters(recurse=False)]
+            tables = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+            leaves = [leaf for table in tables for leaf, _ in table]
         else:
             own = (*module._parameters.items(), *module._buffers.items())
             left_out = module._non_persistent_buffers_set
@@ -104,6 +105,27 @@ def compiled_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
             for leaf, param in module.named_parameters():
                 found.setdefault(id(param), (f"{path}.{leaf}".lstrip("."), param))
     return dict(found.values())
+
+
+@contextmanager
+def compiled_kept(model: nn.Module, values: Mapping[int, Tensor] | None = None) -> Iterator[None]:
+    """Compute with copies of what TorchScript modules hold, or with `values` by a parameter's id.
+
+    A compiled module holds on to its tensors, so within the block these have other data.
+    """
+    compiled = [each for each in model.modules() if isinstance(each, torch.jit.ScriptModule)]
+    tensors = {id(t): t for each in compiled for t in (*each.parameters(), *each.buffers())}
+    kept = [(tensor, tensor.data, tensor.grad) for tensor in tensors.values()]
+    try:
+        for tensor, data, _ in kept:
+            tensor.grad = None
+            tensor.data = (values or {}).get(id(tensor), data).to(data, copy=True)
+        yield
+    finally:
+        for tensor, data, grad in kept:
+            tensor.grad = None
+            tensor.data = data
+            tensor.grad = grad
 
 
 def replacements(model: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[int, Any]:

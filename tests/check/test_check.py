@@ -190,6 +190,18 @@ def test_nothing_is_changed(two_ranks: None) -> None:
     assert nn.Module.__call__.__qualname__.startswith("Module.")
 
 
+def test_statistics_in_a_compiled_fusion_stay() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.ReLU()))
+    sch.trace()
+    sch.fuse(sch.find(lambda x: F.relu(slapo.call_module("1", x))), compiler="TorchScript")
+    before = copy.deepcopy(sch.mod.state_dict())
+    check(sch, torch.randn(3, 8))
+    with slapo.Verify(sch, (torch.randn(3, 8),)):
+        sch["0"].checkpoint()
+    assert len(before) == 7
+    assert all(torch.equal(before[name], v) for name, v in sch.mod.state_dict().items())
+
+
 # --- what it says --------------------------------------------------------------------------------
 def test_layers_of_one_input_are_summed_where_it_enters(two_ranks: None) -> None:
     layers = {name: nn.Linear(HIDDEN, HIDDEN) for name in ("q", "k", "v", "out")}

@@ -45,11 +45,18 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def engine_of(
-    optimizer: Optimizer | None = adam, model: nn.Module | None = None, **options: Any
+    optimizer: Optimizer | None = adam,
+    model: nn.Module | None = None,
+    fuses: bool = False,
+    **options: Any,
 ) -> Any:
     mesh = slapo.init_mesh(device="cpu")
     torch.manual_seed(len(options))
     sch = slapo.create_schedule(Model() if model is None else model)
+    if fuses:
+        sch.trace()
+        found = sch.find(lambda x: slapo.call_module("drop", slapo.call_module("norm", x)))
+        sch.fuse(found, compiler="TorchScript")
     given = {"loss_fn": nn.functional.mse_loss, "optimizer": optimizer, "mesh": mesh, **options}
     given.setdefault("data_parallel_options", {"find_unused_parameters": True})
     return slapo.build(sch, target="torch", **given)[0]
@@ -113,6 +120,22 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
         assert all(torch.equal(value, wanted[n]) for n, value in again.state_dict().items())
         assert again.step_count == 4
         assert again.samples == 16
+
+
+@on_ranks(1)
+def test_statistics_in_a_compiled_fusion(tmp_path: Path) -> None:
+    engine = engine_of(fuses=True)
+    steps(engine, Data())
+    engine.save(tmp_path)
+    wanted = engine.state_dict()
+    for fuses in (True, False):
+        again = engine_of(fuses=fuses)
+        again.load(tmp_path)
+        found = again.state_dict()
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            held = f"FusedModule_0.norm.{name}"
+            assert torch.equal(found[held if fuses else f"norm.{name}"], wanted[held]), name
+    assert wanted["FusedModule_0.norm.num_batches_tracked"] == 2
 
 
 @on_ranks(1)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from slapo.schedule import Schedule
 from slapo.sharding.tags import apply_tags, new_parameter, tags_of
 from slapo.utils.outputs import tensors_in
-from slapo.weights.slots import Slot, compiled_parameters, exchanged, slots
+from slapo.weights.slots import Slot, compiled_kept, compiled_parameters, exchanged, slots
 
 SEED = 20131
 #: Values above this count as infinite.
@@ -34,6 +34,9 @@ def copy_model(sch: Schedule) -> nn.Module:
         new.tensor.__dict__.update(tags_of(mine.tensor))
         apply_tags(new.tensor, {}, sch.group)
         new.tensor.grad = None
+    pairs = zip(*(compiled_parameters(each).values() for each in (sch.mod, copied)), strict=True)
+    for mine, new in pairs:  # torch copies these by an operation with a gradient
+        new.detach_().requires_grad_(mine.requires_grad)
     return copied
 
 
@@ -117,24 +120,8 @@ def other_tensors(
         apply_tags(new, {}, group)
         return new
 
-    with exchanged(slots(model), copied), _compiled_values(model, compiled or {}):
+    with exchanged(slots(model), copied), compiled_kept(model, compiled):
         yield
-
-
-@contextmanager
-def _compiled_values(model: nn.Module, values: Mapping[int, Tensor]) -> Iterator[None]:
-    """Set values in place for parameters of compiled modules, which must stay the same objects."""
-    kept = [(param, param.data, param.grad) for param in compiled_parameters(model).values()]
-    try:
-        for param, data, _ in kept:
-            param.grad = None
-            param.data = values.get(id(param), data).to(data, copy=True)
-        yield
-    finally:
-        for param, data, grad in kept:
-            param.grad = None
-            param.data = data
-            param.grad = grad
 
 
 def difference(given: Tensor, wanted: Tensor) -> float:

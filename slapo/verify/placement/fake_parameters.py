@@ -18,7 +18,7 @@ from slapo.sharding.state import sharding_of
 from slapo.sharding.sync_hooks import LocalSize
 from slapo.sharding.tags import apply_tags, new_parameter
 from slapo.verify.placement.place import WHOLE, Origin, Place, of_spec, put_place, sliced
-from slapo.weights.slots import Slot, compiled_parameters, exchanged, slots
+from slapo.weights.slots import Slot, compiled_kept, compiled_parameters, exchanged, slots
 from slapo.wrapper import innermost, with_wrapped
 
 #: Models with up to this many bytes of weights run on real values, and take the branches that
@@ -101,17 +101,11 @@ def standing_in(
         put_place(new, WHOLE if whole else place)
         return new
 
-    compiled = compiled_parameters(model)
-    gradients = [(param, param.grad) for param in compiled.values()]
-    for name, param in compiled.items():  # these run as they are
+    for name, param in compiled_parameters(model).items():
         named[name] = param, WHOLE
         put_place(param, WHOLE)
-    try:
-        with exchanged(slots(model), made):
-            yield named
-    finally:
-        for param, grad in gradients:
-            param.grad = grad
+    with compiled_kept(model), exchanged(slots(model), made):
+        yield named
 
 
 def _place(slot: Slot, name: str) -> Place:
