@@ -281,6 +281,8 @@ class _Mode(TorchDispatchMode):
     def follow(self, module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
         """Run a module between its entry and exit nodes."""
         path, around = self.names.get(id(module)), self.running[-1]
+        if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+            path = None
         if not path or (around.is_leaf and contains(around.path, path)):
             return call(module, *args, **kwargs)
         here = ModuleCall(path, module)

@@ -22,7 +22,7 @@ from slapo.graph.trace.hf import no_results_kept
 from slapo.logger import only_from
 from slapo.pipeline.stage import Stage
 from slapo.random import tracker_kept
-from slapo.weights.slots import compiled_kept
+from slapo.scripting import compiled_kept
 
 _TENSORS = ("_parameters", "_buffers")
 _HOOKS = (

@@ -94,7 +94,8 @@ def parameter_slot(model: nn.Module, name: str) -> Slot | None:
         module = model.get_submodule(path)
     except AttributeError:
         return None
-    return Slot(module, leaf, name) if module._parameters.get(leaf) is not None else None
+    table = module._parameters  # of a compiled module it has no `get`
+    return Slot(module, leaf, name) if leaf in table and table[leaf] is not None else None
 
 
 def compiled_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -105,27 +106,6 @@ def compiled_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
             for leaf, param in module.named_parameters():
                 found.setdefault(id(param), (f"{path}.{leaf}".lstrip("."), param))
     return dict(found.values())
-
-
-@contextmanager
-def compiled_kept(model: nn.Module, values: Mapping[int, Tensor] | None = None) -> Iterator[None]:
-    """Compute with copies of what TorchScript modules hold, or with `values` by a parameter's id.
-
-    A compiled module holds on to its tensors, so within the block these have other data.
-    """
-    compiled = [each for each in model.modules() if isinstance(each, torch.jit.ScriptModule)]
-    tensors = {id(t): t for each in compiled for t in (*each.parameters(), *each.buffers())}
-    kept = [(tensor, tensor.data, tensor.grad) for tensor in tensors.values()]
-    try:
-        for tensor, data, _ in kept:
-            tensor.grad = None
-            tensor.data = (values or {}).get(id(tensor), data).to(data, copy=True)
-        yield
-    finally:
-        for tensor, data, grad in kept:
-            tensor.grad = None
-            tensor.data = data
-            tensor.grad = grad
 
 
 def replacements(model: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[int, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import slapo
+from slapo import scripting
 from slapo.example_inputs import example_inputs
 from slapo.graph.trace.capture import capture
 from slapo.graph.trace.module import Traced, rewrite
@@ -118,6 +119,18 @@ def test_a_trace_does_not_write_buffers_and_a_call_does(tracer: str) -> None:
     assert seen._version == version
     sch.mod(X)
     assert torch.equal(seen, torch.ones(1000))
+
+
+@TRACERS
+def test_a_trace_does_not_write_buffers_of_compiled_modules(tracer: str) -> None:
+    norm = scripting.script(nn.BatchNorm1d(4))
+    module = make(lambda self, x: self.norm(x).relu(), norm=norm)
+    sch = slapo.create_schedule(module)
+    assert sch.trace(tracer=tracer, example_inputs=given_to(tracer))
+    assert norm.num_batches_tracked.device == X.device
+    assert norm.num_batches_tracked == 0
+    sch.mod(X)
+    assert norm.num_batches_tracked == 1
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -21,6 +21,7 @@ from torch.nn.utils import parametrizations
 
 import slapo
 from benchmark.draft_ranks import sharded_share
+from slapo import scripting
 from slapo.agreement import gathered
 from slapo.command import main
 from slapo.model_schedule import apply_schedule, recipe_of, unregister
@@ -245,6 +246,12 @@ def bending(hidden: int) -> nn.Module:
     return nn.Sequential(nn.Linear(hidden, 64), nn.GELU(), Bending(64, hidden))
 
 
+def scripted(hidden: int) -> nn.Module:
+    """Modules that take no hooks, between others, and twice the same."""
+    norm, act = scripting.script(nn.LayerNorm(hidden)), scripting.script(nn.GELU())
+    return nn.Sequential(norm, nn.Linear(hidden, 64), act, nn.Linear(64, hidden), norm)
+
+
 #: Blocks of models of this file alone, and the smallest share of the bytes that is sharded.
 MORE: dict[str, Any] = {"whole block": (WholeBlock, 0.5), "parametrized": (Parametrized, 0.7)}
 MORE |= {"few keys": (FewKeys, 0.85), "dropping": (dropping, 0.0), "width": (WidthOfInput, 0.95)}
@@ -254,6 +261,7 @@ MORE |= {
     "bias of parts": (BiasOfParts, 0.95),
     "casting": (casting, 0.95),
     "bending": (bending, 0.45),
+    "scripted": (scripted, 0.45),
 }
 
 

@@ -425,17 +425,18 @@ def test_a_replacement_that_writes_to_what_it_receives() -> None:
 
 
 def test_a_stage_with_a_script() -> None:
-    """Its parameters keep their names; it cannot be given other tensors for the probe."""
-    script = torch.jit.script(nn.Linear(4, 6))
+    """Its parameters keep their names; the probe, which cannot give it others, changes none."""
+    script = torch.jit.script(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)))
     sch = slapo.create_schedule(nn.Sequential(script, nn.ReLU(), nn.Linear(6, 4)))
     sch.trace_until("")
     sch["1"].cut_pipeline_stage()
     partition(sch)
     first = sch.mod.stages[0]
-    assert sch.mod.first_name(0, "0.weight") == "0.weight"
+    assert sch.mod.first_name(0, "0.0.weight") == "0.0.weight"
     received = describe_tensors(first.received, [torch.ones(3, 4)])
     (sent,) = ShapeProbe(first, torch.device("cpu")).run(received)
     assert sent.shape == (3, 6)
+    assert script[1].num_batches_tracked == 0
     assert sch.mod(torch.ones(3, 4)).shape == (3, 4)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from slapo.graph.trace.hf import collects
 from slapo.hooks import MODE_ATTRIBUTE
 from slapo.random import tracker_kept
+from slapo.scripting import compiled_kept
 from slapo.wrapper import with_wrapped
 
 #: ``is_leaf(module, path)``: True for modules that become one call.
@@ -135,7 +136,7 @@ def _no_state(device: Any = "cuda") -> None:
 
 @contextmanager
 def attributes_kept(root: nn.Module) -> Iterator[list[tuple[Any, str]]]:
-    """Restore the attributes of modules at and below `root`, and of their configs, after the block.
+    """Restore what modules at and below `root`, and their configs, hold, after the block.
 
     A run on fake tensors would leave fake ones there. Yields the (owner, name) list of changed
     attributes, complete when the block ends.
@@ -154,7 +155,8 @@ def attributes_kept(root: nn.Module) -> Iterator[list[tuple[Any, str]]]:
     # Compared by identity below: ``==`` of tensors would run operations.
     changed: list[tuple[Any, str]] = []
     try:
-        yield changed
+        with compiled_kept(root):
+            yield changed
     finally:
         for owner, state, was in before:
             if len(state) != len(was) or any(state.get(k) is not v for k, v in was.items()):

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo.schedule import Schedule
+from slapo.scripting import compiled_kept
 from slapo.sharding.tags import apply_tags, new_parameter, tags_of
 from slapo.utils.outputs import tensors_in
-from slapo.weights.slots import Slot, compiled_kept, compiled_parameters, exchanged, slots
+from slapo.weights.slots import Slot, compiled_parameters, exchanged, slots
 
 SEED = 20131
 #: Values above this count as infinite.

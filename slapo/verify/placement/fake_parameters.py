@@ -18,7 +18,7 @@ from slapo.sharding.state import sharding_of
 from slapo.sharding.sync_hooks import LocalSize
 from slapo.sharding.tags import apply_tags, new_parameter
 from slapo.verify.placement.place import WHOLE, Origin, Place, of_spec, put_place, sliced
-from slapo.weights.slots import Slot, compiled_kept, compiled_parameters, exchanged, slots
+from slapo.weights.slots import Slot, compiled_parameters, exchanged, slots
 from slapo.wrapper import innermost, with_wrapped
 
 #: Models with up to this many bytes of weights run on real values, and take the branches that
@@ -104,7 +104,7 @@ def standing_in(
     for name, param in compiled_parameters(model).items():
         named[name] = param, WHOLE
         put_place(param, WHOLE)
-    with compiled_kept(model), exchanged(slots(model), made):
+    with exchanged(slots(model), made):
         yield named
 
 
