@@ -252,7 +252,7 @@ def _with_values(
     found = []
     for item in held:
         value = values[names[id(item.tensor)]]
-        given = Held(item.name, value, item.origin, item.spec)
+        given = Held(item.name, value, item.origin, item.spec, item.is_buffer)
         if given.origin is not None and value.shape != given.here.shape:
             raise SlapoError(
                 f"save_pretrained: the value of {item.name!r} has the shape {tuple(value.shape)}, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -23,12 +23,14 @@ Offer = tuple[torch.dtype, tuple[Box, ...]]
 
 
 def share_out(
-    offers: Sequence[Mapping[Key, Offer]], shapes: Mapping[str, Sequence[int]]
+    offers: Sequence[Mapping[Key, Offer]],
+    shapes: Mapping[str, Sequence[int]],
+    buffers: Container[str] = (),
 ) -> list[dict[Key, list[Part]]]:
     """Return the parts that each rank writes; the same on every rank.
 
     Replicas have equal boxes, or overlapping ones: ranges of flat buffers, whose lengths differ
-    between tensor-parallel ranks.
+    between tensor-parallel ranks. `buffers`, which may differ, are the first replica's.
     """
     holders: dict[Key, dict[Box, list[int]]] = {}
     for rank, offered in enumerate(offers):
@@ -45,7 +47,7 @@ def share_out(
             known[form] = [(part, prod(lengths(part[0]))) for part in _once(*form)]
         for part, size in known[form]:
             have = ranks[part[1]]
-            rank = have[0] if len(have) == 1 else min(have, key=load.__getitem__)
+            rank = have[0] if key[1] in buffers else min(have, key=load.__getitem__)
             load[rank] += size
             shares[rank].setdefault(key, []).append(part)
         total, wanted = sum(size for _, size in known[form]), prod(shapes[key[1]])

@@ -105,12 +105,15 @@ def save(
     rank = dist.get_rank() if has_peers() else 0
     place = [engine.mesh.get_local_rank(dim) for dim in ("pp", "dp", "tp")]
     odd, samples = list(mine.odd), engine.samples
-    here = _Report(mine.offer(), mine.numbers, mine.groups, odd, mine.optimizer, samples, place)
+    here = _Report(
+        mine.offer(), mine.numbers, mine.groups, odd, mine.optimizer, samples, place, mine.buffers
+    )
     everyone: list[_Report] = gathered(here, None)
     manifest = all_ranks_or_none(_WHAT, lambda: _describe(engine, everyone, data is not None))
     shapes = {name: tuple(shape) for name, (shape, _) in original(engine).tensors.items()}
     offers = [report.tensors for report in everyone]
-    shares = all_ranks_or_none(_WHAT, lambda: share_out(offers, shapes))
+    buffers = {name for report in everyone for name in report.buffers}
+    shares = all_ranks_or_none(_WHAT, lambda: share_out(offers, shapes, buffers))
     own["odd"] = mine.odd
     tensors: list[Tensor] = []
     text = all_ranks_or_none(_WHAT, lambda: json.dumps(encode(own, tensors, "state")).encode())
@@ -161,6 +164,7 @@ class _Report:
     optimizer: str | None
     samples: int
     place: list[int]
+    buffers: set[str]
 
 
 def _own_state(engine: Trainer, data: Any) -> dict[str, Any]:

@@ -86,6 +86,8 @@ class Mine:
     odd: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     optimizer: str | None = None
+    #: names of buffers
+    buffers: set[str] = field(default_factory=set)
 
     def offer(self) -> dict[Key, Offer]:
         """Return the dtype and the boxes of each tensor."""
@@ -105,6 +107,7 @@ class Mine:
 def collect(engine: Trainer) -> Mine:
     """Return all state of this rank, as views."""
     mine = Mine()
+    mine.buffers = {n for held in engine.held() if held.is_buffer for n in names_of(held)}
     for slot, held in engine.fragments():
         for piece, values in held.pieces():
             mine.values.setdefault(((slot, str(piece.leaf)), piece.source), values)

@@ -274,17 +274,21 @@ class Exchange:
 
     def __init__(self, held: Sequence[Held]) -> None:
         self._mine: dict[tuple[str, Box], Tensor] = {}
+        self._buffers = set[str]()
         for item in held:
             for piece, values in item.pieces():
-                # Replicas of one box have equal values, so any of them will do.
+                # Replicas of a parameter have equal values, so any of them will do.
                 self._mine.setdefault((str(piece.leaf), piece.source), values)
+                if item.is_buffer:
+                    self._buffers.add(str(piece.leaf))
         offered = [(name, box, values.dtype) for (name, box), values in self._mine.items()]
         self.rank = dist.get_rank() if has_peers() else 0
         self._device = communication_device(None) if has_peers() else None
         #: name -> box -> ranks that have it
         self._holders: dict[str, dict[Box, list[int]]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        for rank, boxes in enumerate(gathered(offered, None)):
+        for rank, (boxes, buffers) in enumerate(gathered((offered, self._buffers), None)):
+            self._buffers |= buffers
             for name, box, dtype in boxes:
                 self._holders.setdefault(name, {}).setdefault(box, []).append(rank)
                 self.dtypes.setdefault(name, dtype)
@@ -307,7 +311,8 @@ class Exchange:
                 continue
             # All ranks walk the same needs in the same order. So both ends of the earliest
             # unfinished transfer are always at it, and blocking receives cannot wait in a cycle.
-            sender = owner if owner in ranks else ranks[0]
+            any_rank = owner in ranks and name not in self._buffers
+            sender = owner if any_rank else ranks[0]
             here = None
             if self.rank == sender:
                 here = self._mine[name, part][index_of(shared, part)].to(dtype)

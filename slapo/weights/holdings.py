@@ -27,6 +27,8 @@ class Held:
     #: None if it comes from no original
     origin: Pieced | None
     spec: ShardSpec | None = None
+    #: replicas may differ: each has statistics of its own batches, and the first one's are saved
+    is_buffer: bool = False
 
     @property
     def here(self) -> Pieced:
@@ -70,7 +72,7 @@ class HeldRange(Held):
     @classmethod
     def of(cls, held: Held, tensor: Tensor, start: int, at: int, count: int) -> Self:
         """Make a range of a held tensor, stored in `tensor`."""
-        return cls(held.name, tensor, held.origin, held.spec, start, at, count)
+        return cls(held.name, tensor, held.origin, held.spec, held.is_buffer, start, at, count)
 
     def parts(self) -> Iterator[tuple[Tensor, Pieced]]:
         flat, here = self.tensor.detach().view(-1), self.here
@@ -97,7 +99,10 @@ def holdings(module: nn.Module) -> list[Held]:
     for slot in saved_slots(module):
         # Tied tensors are listed by their first name, which is also that of the origin.
         if id(slot.tensor) not in found:
-            found[id(slot.tensor)] = Held(slot.name, slot.tensor, origin_at(slot), slot.spec)
+            is_buffer = not isinstance(slot.tensor, nn.Parameter)
+            found[id(slot.tensor)] = Held(
+                slot.name, slot.tensor, origin_at(slot), slot.spec, is_buffer
+            )
     return list(found.values())
 
 

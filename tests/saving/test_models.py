@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 
 pytest.importorskip("transformers")
 
 import slapo
+from slapo.agreement import gathered
 from tests.model_schedule.models import MODELS
 from tests.runtimes.ranks import on_ranks
 from tests.saving.test_resume import different
@@ -107,6 +110,30 @@ def test_a_rewritten_model_goes_on_as_the_original_and_back(tmp_path: Path) -> N
         losses += [float(engine.train_batch(batches)) for _ in range(1 + (number == 1))]
         step = engine.save(tmp_path / str(number)).path
     assert losses == pytest.approx(expected, abs=2e-6)
+
+
+def normed() -> nn.Module:
+    pairs = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3)]
+    return nn.Sequential(*pairs)
+
+
+@on_ranks(2)
+def test_statistics_are_those_of_the_first_replica(tmp_path: Path) -> None:
+    """DDP's ranks take its buffers before each forward; parts of two ranks would fit to neither."""
+    engine = engine_of(normed(), (1, 2, 1))
+    batch = torch.randn(5, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    engine.train_batch(iter([(batch, torch.zeros(5))]))
+    engine.save(tmp_path / "run")
+    slapo.save_pretrained(engine, tmp_path / "folder", max_shard_size=200)
+    wanted, other = gathered(engine.state_dict(), None)
+    again = engine_of(normed(), (1, 2, 1))
+    again.load(tmp_path / "run")
+    files = list((tmp_path / "folder").glob("*.safetensors"))
+    assert len(files) > 1
+    for found in (again.state_dict(), {k: v for f in files for k, v in load_file(f).items()}):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+    assert not torch.equal(wanted["0.1.running_mean"], other["0.1.running_mean"])
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft

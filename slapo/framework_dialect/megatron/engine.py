@@ -256,7 +256,7 @@ class MegatronEngine(Engine):
         if place is None:
             return []  # entirely on other ranks
         cell, start, count = place
-        return [HeldRange(held.name, cell, held.origin, held.spec, start, 0, count)]
+        return [HeldRange.of(held, cell, start, 0, count)]
 
     @contextmanager
     def steppers(self) -> Iterator[list[torch.optim.Optimizer]]:
