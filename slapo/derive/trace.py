@@ -146,7 +146,8 @@ class _Mode(TorchDispatchMode):
         self.found, self.heads, self.gathering = found, heads, gathering
         self.names: dict[int, str] = {}
         for path, module in found.model.named_modules():
-            self.names.setdefault(id(module), path)
+            if not isinstance(module, torch.jit.ScriptModule):  # these take no hooks
+                self.names.setdefault(id(module), path)
         self.running = [ModuleCall("", found.model)]
         #: id of a tensor -> index of its value; tensors are kept alive, so ids are unique
         self.numbers: dict[int, int] = {}
@@ -281,8 +282,6 @@ class _Mode(TorchDispatchMode):
     def follow(self, module: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
         """Run a module between its entry and exit nodes."""
         path, around = self.names.get(id(module)), self.running[-1]
-        if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
-            path = None
         if not path or (around.is_leaf and contains(around.path, path)):
             return call(module, *args, **kwargs)
         here = ModuleCall(path, module)

@@ -25,7 +25,7 @@ Offer = tuple[torch.dtype, tuple[Box, ...]]
 def share_out(
     offers: Sequence[Mapping[Key, Offer]],
     shapes: Mapping[str, Sequence[int]],
-    buffers: Container[str] = (),
+    buffers: Container[str],
 ) -> list[dict[Key, list[Part]]]:
     """Return the parts that each rank writes; the same on every rank.
 

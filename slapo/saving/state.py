@@ -107,10 +107,11 @@ class Mine:
 def collect(engine: Trainer) -> Mine:
     """Return all state of this rank, as views."""
     mine = Mine()
-    mine.buffers = {n for held in engine.held() if held.is_buffer for n in names_of(held)}
     for slot, held in engine.fragments():
         for piece, values in held.pieces():
             mine.values.setdefault(((slot, str(piece.leaf)), piece.source), values)
+            if held.is_buffer:
+                mine.buffers.add(str(piece.leaf))
     cells = by_cell(engine)
     with engine.steppers() as steppers:
         mine.optimizer = class_of(steppers)
