@@ -43,7 +43,7 @@ test-fast: $(STAMP) ## the suite without its slow tests
 	$(PYTEST) --doctest-modules slapo tests -m "not slow and not wide" -n $(JOBS) $(PYTEST_ARGS)
 
 # Oldest and newest versions, as torch-transformers; each pair gets a virtual environment of its own.
-ENDS := 2.11.0-5.17.0 2.14.1-5.24.0
+ENDS := 2.11.0-5.17.0 2.15.0-5.24.0
 FAST_ROOMS := tests/graph tests/primitives tests/sharding tests/weights tests/op tests/pipeline
 
 test-versions: $(ENDS:%=test-versions-%) ## the fast tests on the oldest and the newest torch and Transformers

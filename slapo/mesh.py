@@ -110,9 +110,10 @@ def timeout_of_job() -> timedelta:
 
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
     """Set the timeout of an existing group; None is the world."""
-    # Private only by name: torch documents it and has no other way. Only for gloo and NCCL.
+    # Public from torch 2.15 on. Only for gloo and NCCL.
+    change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     if dist.get_backend() != "fake":
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        change(timeout, group)
 
 
 def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:

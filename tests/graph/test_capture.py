@@ -578,7 +578,7 @@ EFFECT = "changes attribute '{}', which a graph cannot do"
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "a size as a word": (lambda self, x: x * {"3": 2.0}.get(str(x.size(0)), 1.0), "str|repr"),
-    "an offset": (asks(lambda x: x.storage_offset() == 0), "non-Tensor"),
+    "a storage": (asks(lambda x: x.untyped_storage().nbytes() > 0), "nbytes"),
     "a branch on data": (asks(lambda x: x.sum() > 0), "only real data has"),
     "a parameter of another": (lambda self, x: x @ FOREIGN.weight, "not one of its submodules"),
     "a checkpoint": (
@@ -605,7 +605,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "seeds a generator": (seeds_and_draws(lambda: torch.default_generator.manual_seed(1)), RANDOM),
     "seeds Python": (seeds_and_draws(lambda: random.seed(0)), RANDOM),
     "seeds numpy": (seeds_and_draws(lambda: numpy.random.seed(0)), RANDOM),
-    "forks": (forks, RANDOM),
+    "forks": (forks, f"{RANDOM}|returned non-Tensor"),
     "sets the state": (sets_state, RANDOM),
     "reads the seed": (lambda self, x: x * (torch.initial_seed() % 7), RANDOM),
     "a clock": (lambda self, x: x * time.perf_counter(), "perf_counter"),

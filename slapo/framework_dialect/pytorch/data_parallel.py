@@ -150,8 +150,10 @@ def _include_unused(sharded: Sequence[FSDPModule]) -> None:
     if include is None:  # older releases of torch
         return
     include(True)
-    for part in sharded:
-        for group in _groups_of(part):
+    groups = [group for part in sharded for group in _groups_of(part)]
+    # From 2.15 on, torch accumulates in `grad` itself and brings a group to one dtype.
+    if groups and hasattr(groups[0].fsdp_params[0], "to_accumulated_grad_if_needed"):
+        for group in groups:
             group.post_backward = functools.partial(_post_backward, group, group.post_backward)
 
 
@@ -196,14 +198,16 @@ def gathered_at_once(sharded: Sequence[FSDPModule], training: bool) -> Iterator[
             group.post_forward_mesh_info, group.reshard_after_backward = info, reshards
             group.reduce_grads = group.all_reduce_grads = True
     if training:
-        for param in (param for group in groups for param in group.fsdp_params):
-            whole = param._unsharded_param
-            has_none = whole.grad is None and param.unsharded_accumulated_grad is None
-            if whole.requires_grad and has_none:
-                whole.grad = torch.zeros_like(whole)
-                param.to_accumulated_grad_if_needed()
+        if not hasattr(sharded[-1], "set_reduce_scatter_unused_params"):  # torch 2.11
+            for param in (param for group in groups for param in group.fsdp_params):
+                whole = param._unsharded_param
+                has_none = whole.grad is None and param.unsharded_accumulated_grad is None
+                if whole.requires_grad and has_none:
+                    whole.grad = torch.zeros_like(whole)
+                    param.to_accumulated_grad_if_needed()
         # What FSDP2 runs at the end of a backward: it reduces every unit whose reduction is
-        # pending, in one order on all replicas.
+        # pending, in one order on all replicas. Torch 2.15 asks first who finalizes it.
+        root._state_ctx.manual_backward_finalization_active = False
         root._root_post_backward_final_callback()
     for part in sharded:
         part.reshard()

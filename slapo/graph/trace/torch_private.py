@@ -1,6 +1,6 @@
 """Private names of torch that this package uses, in one place.
 
-Tested on torch 2.11, 2.13 and 2.14. None has a public counterpart: ``torch.export`` keeps no
+Tested on torch 2.11, 2.13 and 2.15. None has a public counterpart: ``torch.export`` keeps no
 guards, and ``torch.compile`` returns no graph to rewrite.
 """
 
