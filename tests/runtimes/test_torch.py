@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import slapo
 from slapo.agreement import gathered
+from slapo.framework_dialect.pytorch import pipeline
 from slapo.framework_dialect.pytorch.placement import SCHEDULES
 from slapo.pipeline.boundaries import Boundaries, ShapeProbe, TensorMeta, describe_tensors
 from tests.communication import Collectives
@@ -117,6 +119,19 @@ def test_probes_say_why_a_stage_fails() -> None:
 @on_ranks(2)
 def test_lengths_may_change_from_batch_to_batch(target: str, name: str) -> None:
     """Batches of several lengths, with evaluations in between."""
+    check_lengths(target, name)
+
+
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "zero_bubble"])
+@on_ranks(2)
+def test_masks_are_packed_for_a_torch_that_sends_floats_only(name: str) -> None:
+    """As before torch 2.12."""
+    with patch.object(pipeline, "_SENDS_FLOATS_ONLY", True):
+        engine = check_lengths("torch", name)
+    assert any(any(run.layouts) for run in engine._runs.values())
+
+
+def check_lengths(target: str, name: str) -> Any:
     stages = 2 if SCHEDULES[name].stages_per_rank == 1 else 4
     options = {"pipeline_schedule": name} if target == "torch" else {}
     engine = make(target, (2, 1, 1), stages=stages, **options)
@@ -129,6 +144,7 @@ def test_lengths_may_change_from_batch_to_batch(target: str, name: str) -> None:
             assert engine.train_batch(batches).item() == pytest.approx(expected, abs=1e-5)
         expected, _ = reference.evaluate((tokens, tokens))
         assert engine.eval_batch(batches).item() == pytest.approx(expected, abs=1e-5)
+    return engine
 
 
 def token_norm() -> nn.Module:

@@ -15,6 +15,7 @@ from torch.torch_version import TorchVersion
 from slapo.agreement import on_every_rank
 from slapo.errors import SlapoError
 from slapo.framework_dialect.batches import Batch
+from slapo.framework_dialect.boundary_codec import BufferLayout, anchored, pack, unpack
 from slapo.framework_dialect.gradients import reduce_gradients, sum_copies
 from slapo.framework_dialect.pytorch.engine import TorchEngineBase
 from slapo.framework_dialect.pytorch.options import TorchOptions
@@ -29,19 +30,6 @@ _RUNS_KEPT = 4
 
 #: Before 2.12, torch asks for the gradient of every tensor that a stage receives.
 _SENDS_FLOATS_ONLY = TorchVersion(torch.__version__) < "2.12"
-
-
-def _refuse_integers(boundaries: Sequence[Boundary]) -> None:
-    sent = [meta for boundary in boundaries[1:] for meta in boundary]
-    names = sorted({meta.name for meta in sent if not meta.dtype.is_floating_point})
-    if names:
-        raise on_every_rank(
-            SlapoError(
-                f"stages would send {names}, which are no floating-point tensors, but torch "
-                f"{torch.__version__} trains no such pipeline; update torch to 2.12 or newer, call "
-                'the model without a mask that masks nothing, or pass target="deepspeed"'
-            )
-        )
 
 
 class StageRunner(nn.Module):
@@ -65,24 +53,33 @@ class StageRunner(nn.Module):
         self.stage = stage
         #: index of the next micro-batch: a stage gets them in order
         self.number = 0
+        #: of the buffers that it receives and sends; None where tensors are sent as they are
+        self.layouts: tuple[BufferLayout | None, BufferLayout | None] = None, None
         self._own_outputs = own_outputs
         self._inputs_of, self._loss_of = inputs_of, loss_of
         self._device, self._autocast = device, autocast
 
     def forward(self, *received: Tensor) -> Any:
         number, self.number = self.number, self.number + 1
+        (reads, writes), anchor = self.layouts, None
         if self._inputs_of is not None:
             received = tuple(self._inputs_of(number))
+        elif reads is not None:
+            received, anchor = unpack(reads, received[0])
         elif self._own_outputs:
             received = tuple(map(_ContiguousGradient.apply, received))
         with autocasting(self._device, self._autocast):
             output = self.stage(*received)
             if self._loss_of is not None:
                 loss = self._loss_of(output, number)
+                if anchor is not None:
+                    loss = anchored(loss, anchor)
                 # One element, as _make_stage declares. stack copies; a reshape is a view, see
                 # _owned.
                 return torch.stack([loss]) if self._own_outputs else loss.reshape(1)
         sent = tuple(tensor.contiguous() for tensor in output)
+        if writes is not None:
+            return pack(writes, sent, anchor)
         return tuple(map(_owned, sent)) if self._own_outputs else sent
 
 
@@ -229,8 +226,8 @@ class TorchPipelineEngine(TorchEngineBase):
             if len(self._runs) > _RUNS_KEPT:  # each holds buffers for all of its micro-batches
                 self._runs.popitem(last=False)
         self._runs.move_to_end((first, parts, train))
-        for runner in self.runners.values():
-            runner.number = 0
+        for index, runner in self.runners.items():
+            runner.number, runner.layouts = 0, run.layouts[index : index + 2]
         arguments = (run.numbers,) if 0 in self.runners else ()
         try:
             step = run.step if train else run.eval
@@ -269,9 +266,20 @@ class TorchPipelineEngine(TorchEngineBase):
         boundaries = self._boundaries.of(inputs)
         if train and self.schedule.splits_backward:
             self._check_gradients_cross(boundaries)
-        if train and _SENDS_FLOATS_ONLY:
-            _refuse_integers(boundaries)
-        stages = [self._make_stage(index, boundaries, train) for index in self.runners]
+        # A buffer has a gradient, whatever is in it.
+        layouts = tuple(
+            BufferLayout(boundary)
+            if train and _SENDS_FLOATS_ONLY and any(not m.dtype.is_floating_point for m in boundary)
+            else None
+            for boundary in ((), *boundaries[1:], ())
+        )
+        ends = [
+            tuple(meta.tensor(self.device) for meta in boundary)
+            if layout is None
+            else (torch.empty(layout.shape, device=self.device, requires_grad=True),)
+            for boundary, layout in zip((*boundaries, ()), layouts, strict=True)
+        ]
+        stages = [self._make_stage(index, ends, train) for index in self.runners]
         cls: Any = getattr(pipelining, self.schedule.cls)
         single = issubclass(cls, PipelineScheduleSingle)
         if single and not train:
@@ -285,6 +293,7 @@ class TorchPipelineEngine(TorchEngineBase):
             scale_grads=False,
         )
         run.numbers = torch.arange(parts)  # torch requires an input to split
+        run.layouts = layouts
         return run
 
     def _check_gradients_cross(self, boundaries: tuple[Boundary, ...]) -> None:
@@ -302,21 +311,17 @@ class TorchPipelineEngine(TorchEngineBase):
                     )
                 )
 
-    def _make_stage(self, index: int, boundaries: tuple[Boundary, ...], train: bool) -> Any:
+    def _make_stage(self, index: int, ends: Sequence[tuple[Tensor, ...]], train: bool) -> Any:
         last = index == self.lowering.n_stages - 1
-        sent = (
-            (torch.empty(1, device=self.device, requires_grad=True),)
-            if last
-            else tuple(meta.tensor(self.device) for meta in boundaries[index + 1])
-        )
-        received = tuple(meta.tensor(self.device) for meta in boundaries[index])
         cls = pipelining.PipelineStage if train else EvaluationStage
         return cls(
             self.runners[index],
             index,
             self.lowering.n_stages,
             self.device,
-            input_args=received if index else (torch.arange(1),),
-            output_args=sent,
+            input_args=ends[index] if index else (torch.arange(1),),
+            output_args=(torch.empty(1, device=self.device, requires_grad=True),)
+            if last
+            else ends[index + 1],
             group=self.mesh.get_group("pp"),
         )
