@@ -44,7 +44,8 @@ test-fast: $(STAMP) ## the suite without its slow tests
 
 # Oldest and newest versions, as torch-transformers; each pair gets a virtual environment of its own.
 ENDS := 2.11.0-5.17.0 2.15.0-5.24.0
-FAST_ROOMS := tests/graph tests/primitives tests/sharding tests/weights tests/op tests/pipeline
+FAST_ROOMS := tests/graph tests/primitives tests/sharding tests/weights tests/op tests/pipeline \
+    tests/runtimes tests/check tests/verify tests/test_mesh.py
 
 test-versions: $(ENDS:%=test-versions-%) ## the fast tests on the oldest and the newest torch and Transformers
 

@@ -83,17 +83,18 @@ def test_draw(script: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     version = metadata.version
 
-    def without_optuna(name: str) -> str:
-        if name == "optuna":
+    def without_the_tuner(name: str) -> str:
+        if name in ("optuna", "matplotlib"):
             raise metadata.PackageNotFoundError(name)
         return version(name)
 
-    monkeypatch.setattr(metadata, "version", without_optuna)
+    monkeypatch.setattr(metadata, "version", without_the_tuner)
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"slapo {slapo.__version__}, Python 3.")
     assert any("gloo" in line for line in lines)
-    assert "not installed: optuna (slapo tune); pip install 'slapo[tune]'" in lines
+    missing = "optuna (slapo tune), matplotlib (plots of slapo tune and slapo dryrun)"
+    assert f"not installed: {missing}; pip install 'slapo[tune]'" in lines
 
 
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -151,7 +151,7 @@ def _reason(error: Exception, frames: list[traceback.FrameSummary]) -> str:
         return _DATA_REASON
     if text.startswith("Observed exception"):
         where = f"at `{frames[0].line}`" if frames else "on these inputs"
-        return f"the forward itself fails, {where}"
+        return f"the forward itself fails, {where}; if it does not outside of a trace, {_REMEDY}"
     if "Cache" in text:
         return CACHE_REFUSED
     cause = next(
