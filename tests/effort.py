@@ -1,7 +1,5 @@
 """What a function costs, by a measure that no other process disturbs."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import FrameType

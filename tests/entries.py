@@ -1,7 +1,5 @@
 """Golden files of short entries: a title, lines of code, and what comes of their values."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

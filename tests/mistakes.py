@@ -1,7 +1,5 @@
 """What the mistakes in ``tests/golden/mistakes`` may name; see :mod:`tests.test_mistakes`."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -1,7 +1,5 @@
 """Arrows between modules point one way, and `import slapo` needs torch alone."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

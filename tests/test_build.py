@@ -1,7 +1,5 @@
 """build: checks before lowering, agreement of ranks, runtimes as plug-ins."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import sys

@@ -1,7 +1,5 @@
 """``slapo.env``: process groups for tutorials."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The programs of the gallery, each from top to bottom as a user starts it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The grid of processes, and what does not make one."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ mistake; what it yields is the schedule that the mistake must not change, if the
 ``yield`` the lines are about `sch`, a schedule of ``Stack``. Names are in :mod:`tests.mistakes`.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import tempfile

@@ -1,7 +1,5 @@
 """What scripts written for the published Slapo import and rely on."""
 
-from __future__ import annotations
-
 import importlib
 import operator
 import subprocess

@@ -1,7 +1,5 @@
 """What published scripts rely on, with models of Transformers."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any

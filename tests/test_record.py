@@ -1,7 +1,5 @@
 """Schedules as data: every primitive goes through a file, and what no file can hold is refused."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import json

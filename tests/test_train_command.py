@@ -1,7 +1,5 @@
 """``slapo train``: a folder and a text in, a folder out."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """``slapo.fit``: the loop, resumed and stopped."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

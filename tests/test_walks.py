@@ -1,7 +1,5 @@
 """How far one reads to follow a call: the files and functions of the library that it enters."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Marks for tests of what some releases of torch, Transformers and Triton cannot do."""
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest

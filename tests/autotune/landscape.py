@@ -1,7 +1,5 @@
 """A made-up cluster of 64 devices: layouts of a model of 70B parameters, their memory and speed."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The search: how soon it finds the best point, which points it runs, how it continues."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """Spaces: what they ask for, how many points they hold, what is refused."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

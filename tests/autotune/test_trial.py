@@ -1,7 +1,5 @@
 """Trials: the outcome of a process, and the end of all its processes."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """`slapo tune` and `python -m slapo.autotune.tune`, with trials as processes."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

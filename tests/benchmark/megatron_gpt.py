@@ -1,7 +1,5 @@
 """Megatron-Core's own GPT in a process where the CPU stands in for CUDA."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

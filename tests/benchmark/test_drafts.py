@@ -1,7 +1,5 @@
 """The benchmark of drafts judges rightly, and what it has found still stands."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Benchmarks of the dry run and of the tuner; their quick runs are in ``test_benchmarks.py``."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import json

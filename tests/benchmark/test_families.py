@@ -1,7 +1,5 @@
 """The runner of the forty families: what it calls equal is equal, what it meets it reports."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import re

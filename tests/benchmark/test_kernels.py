@@ -1,7 +1,5 @@
 """The benchmarks for a GPU: runs with tiny models, and the published sizes without weights."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

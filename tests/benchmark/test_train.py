@@ -1,7 +1,5 @@
 """``train`` and ``nodes``: points run, whatever ends them is a row, and pictures are drawn."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shlex

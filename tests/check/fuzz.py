@@ -3,8 +3,6 @@
 ``python -m tests.check.fuzz tensor 500`` compares the two for 500 seeds and writes what it found.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import logging

@@ -1,7 +1,5 @@
 """The models that mixed schedules are made for, and how they train."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The primitives of a mixed schedule, in the order of a seed."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

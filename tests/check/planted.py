@@ -3,8 +3,6 @@
 Each says in which modules it is: a message is right that names one of them, or one inside.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Tensor-parallel schedules that are right in most of their decisions."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`slapo.check` beyond planted mistakes: what it runs on, what it leaves alone, what it says."""
 
-from __future__ import annotations
-
 import copy
 import sys
 import types

@@ -1,7 +1,5 @@
 """``slapo check`` on the command line."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib import metadata

@@ -3,8 +3,6 @@
 More of them by ``python -m tests.check.fuzz``. Below those, what they have found.
 """
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 
 import pytest

@@ -1,7 +1,5 @@
 """Losses over a vocabulary that is sharded over ranks: right uses, and wrong ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

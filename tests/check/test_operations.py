@@ -1,7 +1,5 @@
 """What operations of hand-written models make of slices and partial sums, right and wrong."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import random

@@ -1,7 +1,5 @@
 """Planted mistakes: refused in the right place, wrong on two processes, and found by bisect."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable

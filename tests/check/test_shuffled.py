@@ -1,7 +1,5 @@
 """Samples and tokens in one dimension: a gather there gives rows in the order of the ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is said of a seed, and the world in which it is said."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from slapo.verify.placement.offline import fake_world as fake_world

@@ -1,7 +1,5 @@
 """Real steps of small models, and the bytes that were alive at their worst moment."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

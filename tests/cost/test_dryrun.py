@@ -1,7 +1,5 @@
 """Predictions of one process against steps that were run; what the dry run refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import json

@@ -1,7 +1,5 @@
 """Times of kernels and collectives; machines of one's own; the calibration; the meter."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

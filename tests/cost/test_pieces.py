@@ -1,7 +1,5 @@
 """What pieces of a run add up to: over micro-batches, layers, frozen parameters, nodes, calls."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 from functools import partial

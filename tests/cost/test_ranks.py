@@ -1,7 +1,5 @@
 """Predictions of ranks against two processes that run the engine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """``slapo.suggest``: layouts that fit, the fastest first, and lines that run."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

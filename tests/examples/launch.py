@@ -1,7 +1,5 @@
 """Start an example as a user does, or in processes that have imported torch already."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

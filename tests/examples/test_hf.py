@@ -1,7 +1,5 @@
 """``examples/hf_trainer.py`` and ``hf_accelerate.py``: scheduled models in loops of others."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

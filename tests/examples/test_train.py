@@ -1,7 +1,5 @@
 """``examples/train_3d.py`` and ``examples/finetune.py``."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

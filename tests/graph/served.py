@@ -1,7 +1,5 @@
 """Traced modules that run captures, and whether they compute what the plain module does."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Captures: whatever the call, a rewritten module computes what the plain one does."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import operator

@@ -1,7 +1,5 @@
 """Children that stay calls: a capture follows what they return, or refuses it."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

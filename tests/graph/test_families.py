@@ -4,8 +4,6 @@ Both sides run the same float32 kernels on the same numbers; gradients that seve
 be summed in another order, which costs a few units in the last place.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

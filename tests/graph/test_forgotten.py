@@ -1,7 +1,5 @@
 """Primitives below a traced and rewritten module act at its next call."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

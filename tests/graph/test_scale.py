@@ -1,7 +1,5 @@
 """Many layers: captures are shared, so that time grows linearly and slowly with the layers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The three tracers through ``Schedule.trace``: previews, captures, recursion, messages."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import warnings

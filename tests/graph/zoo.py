@@ -1,7 +1,5 @@
 """Small, randomly initialized models of Transformers: from configs alone, without the hub."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Models that no table is written for: families without a recipe, and own ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A scheduled model against the one that it was made of: loss, logits, gradients, values."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A small model of every key, with its inputs: odd sizes, padding, uneven vocabularies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

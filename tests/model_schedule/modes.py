@@ -1,7 +1,5 @@
 """What every key is compared in, and what it refuses: no key may lack an entry."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.model_schedule.models import MODELS

@@ -1,7 +1,5 @@
 """Random blocks of transformers, as people write them: for drafts of what no test names."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

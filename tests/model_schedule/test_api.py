@@ -1,7 +1,5 @@
 """The entry point: keys, options, refusals, and that a failed call changes nothing."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from pathlib import Path

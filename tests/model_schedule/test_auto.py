@@ -1,7 +1,5 @@
 """``auto``: any model, and the proof of what is not the recipe of its family."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

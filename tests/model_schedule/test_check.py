@@ -1,7 +1,5 @@
 """The placement check passes every recipe, and finds what is left out of one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """``slapo.draft``: equal to one process, on models that no table is written for."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import warnings

@@ -1,7 +1,5 @@
 """A split or fused loss is the one that the model would have computed, or it is refused."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import re

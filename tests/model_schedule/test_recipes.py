@@ -3,8 +3,6 @@
 In bfloat16 a scheduled model is as close to its float32 self as the model that it was.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Recipes with pipeline stages, alone and with all else, against training in one process."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import Any

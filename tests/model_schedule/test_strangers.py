@@ -1,7 +1,5 @@
 """What a recipe does not know: models of other families, wrappers, adapters."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

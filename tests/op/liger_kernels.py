@@ -3,8 +3,6 @@
 A process of its own, as Triton decides when it is imported whether it interprets.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

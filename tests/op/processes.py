@@ -1,7 +1,5 @@
 """Python in a process of its own, from the root of the repository."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -6,8 +6,6 @@
     CUDA_VISIBLE_DEVICES=0 python -m pytest tests/op/residual_kernels.py
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

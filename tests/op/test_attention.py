@@ -1,7 +1,5 @@
 """Attention by every backend that runs here, against the formula; and in whole models."""
 
-from __future__ import annotations
-
 import copy
 from inspect import signature
 from pathlib import Path

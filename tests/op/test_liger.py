@@ -1,7 +1,5 @@
 """Kernels of liger-kernel: what is asked of them, and that they compute it."""
 
-from __future__ import annotations
-
 import importlib.util
 from types import SimpleNamespace
 from typing import Any

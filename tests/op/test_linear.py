@@ -1,7 +1,5 @@
 """Linear layers with what follows them, against plain ones."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

@@ -1,7 +1,5 @@
 """Losses over a shared-out vocabulary, and of a head whose logits never exist as a whole."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections import OrderedDict

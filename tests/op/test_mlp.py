@@ -1,7 +1,5 @@
 """Gated blocks: against Transformers' own, and what they keep."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Norms by torch's function, against those of Transformers."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

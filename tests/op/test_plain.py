@@ -1,7 +1,5 @@
 """Where kernels may stand in for operations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

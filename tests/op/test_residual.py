@@ -3,8 +3,6 @@
 ``residual_kernels.py`` compares the kernel with the plain path, in a process of its own.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 from pathlib import Path

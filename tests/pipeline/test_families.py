@@ -1,7 +1,5 @@
 """Every family of Transformers models, cut in stages: outputs and gradients as before."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Cutting models in stages: what runs where, what crosses, and that nothing changes in value."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

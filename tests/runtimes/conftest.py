@@ -1,7 +1,5 @@
 """Fixtures of the tests of runtimes."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.runtimes.ranks import RUNTIMES

@@ -1,7 +1,5 @@
 """The model that tests of every runtime train, scheduled for a layout or in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ schedules, reductions and optimizers run for real, over gloo. Nothing is compute
 It changes ``torch.cuda`` of the whole process: use it in processes of :func:`run_distributed` only.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

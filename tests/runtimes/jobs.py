@@ -1,7 +1,5 @@
 """Jobs of ordinary processes, whose ends and last words a test looks at."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Train a model in a layout of processes, and the same model in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from typing import Any

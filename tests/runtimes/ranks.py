@@ -1,7 +1,5 @@
 """Tests whose body runs on each process of a job, so that its asserts hold on every rank."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Errors and checks that all ranks meet at once."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From the batch of a data loader to micro-batches."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from collections.abc import Mapping
 from typing import Any

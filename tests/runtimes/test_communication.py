@@ -4,8 +4,6 @@ Both are counted where torch hands them to a process group, on real gloo process
 is the difference between a model with one layer more and one with one less.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The contract of runtimes: every registered one passes the same tests, on real processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """One engine for all targets: its whole surface, on real processes."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import UserDict

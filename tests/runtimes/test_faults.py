@@ -1,7 +1,5 @@
 """Ranks that are killed, raise or hang in the middle of training, and what the others say."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

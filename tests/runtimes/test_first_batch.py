@@ -1,7 +1,5 @@
 """A wrong schedule does not train: the first batch is checked, and gradients are compared."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -3,8 +3,6 @@
 Those of whole runs are compared with one process in test_engine.py and test_layouts.py.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """3-D layouts of real models against one process: losses of five steps, parameters after them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Logs of the runtimes, read again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Losses of a step: means, sums with counts, and what is neither."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

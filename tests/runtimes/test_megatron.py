@@ -1,7 +1,5 @@
 """Target "megatron" on gloo: its schedules, DDP and optimizers run, with the CPU for CUDA."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from functools import partial

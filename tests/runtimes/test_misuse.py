@@ -1,7 +1,5 @@
 """What users do between steps, and options that would not be read: right, or an error in words."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

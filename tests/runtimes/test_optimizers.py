@@ -1,7 +1,5 @@
 """Optimizers that compute from whole tensors, over slices, shares and stages: as one process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 Every test compares with one process, in which a parameter without a gradient has none.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import time

@@ -1,7 +1,5 @@
 """Half precision with float32 copies, and gradients that are not finite, on real processes."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

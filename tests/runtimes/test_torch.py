@@ -1,7 +1,5 @@
 """The target "torch" beyond the contract: schedules, sharding, shapes that change, probes."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks that are killed while they save, disks that are full, folders that vanish."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

@@ -1,7 +1,5 @@
 """All families and schedules of one's own: state is under original names."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

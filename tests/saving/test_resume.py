@@ -1,7 +1,5 @@
 """Steps of training saved at one layout and engine, and resumed at another."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

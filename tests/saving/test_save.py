@@ -1,7 +1,5 @@
 """What `engine.save` and `engine.load` promise beside values: data, order, refusals."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections import deque

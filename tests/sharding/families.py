@@ -4,8 +4,6 @@ With and without sequence parallelism. Tests take the right schedule from here, 
 :class:`Steps` has one method a decision, and a planted mistake overrides one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

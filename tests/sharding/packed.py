@@ -1,7 +1,5 @@
 """Layers that schedules pack: query, key and value, and the two halves of a gated MLP."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Schedules that compute or train something else, which a cold reading found accepted."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import subprocess

@@ -1,7 +1,5 @@
 """Heads of keys and values that are fewer than ranks: held by several, and trained as one."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """What sharding leaves on a module: it goes wherever the module goes, and torch's ways keep it."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """Models for what Verify must catch and what it must let pass."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

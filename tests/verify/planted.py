@@ -4,8 +4,6 @@ Each is one line of a right schedule that was left out, written twice or written
 second layer where there are several, or something that the schedule changed and did not mean to.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Correct schedules that Verify must let pass, over families, ranks, dtypes and initializations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

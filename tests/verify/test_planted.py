@@ -3,8 +3,6 @@
 A part of the two tables; ``python -m benchmark verify`` runs all of them.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Verify: what it accepts, what it refuses and whom it names, and that it leaves nothing behind."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections import OrderedDict

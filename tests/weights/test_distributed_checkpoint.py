@@ -1,7 +1,5 @@
 """torch.distributed.checkpoint of models with slices: whole tensors on disk, in any layout back."""
 
-from __future__ import annotations
-
 import copy
 import io
 from pathlib import Path

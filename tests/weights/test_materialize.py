@@ -1,7 +1,5 @@
 """Models on meta: creation, materialization in build, ties, sharding, errors."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tensors that know of what they are made, against the same code on values."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random

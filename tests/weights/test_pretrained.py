@@ -1,7 +1,5 @@
 """Folders of Hugging Face: into any layout, and out of it the same, byte for byte."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import filecmp
