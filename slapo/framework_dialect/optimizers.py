@@ -43,15 +43,19 @@ def place_steps(
         MODEL,
         error_of_coupled_steps,
         reach_of_steps,
+        refuse_shared_steps,
         slices_of,
         step_on_wholes,
     )
 
     reach = reach_of_steps(optimizer)
+    is_sliced = bool(slices_of(lowering.module))
+    part = tuple(lowering.stages), dist.get_rank(lowering.tp_group) if is_sliced else None
     # Ranks may have different optimizers: a stage that trains nothing has an empty one.
-    here = max(reach.values(), default=ELEMENT), bool(slices_of(lowering.module))
-    everywhere = gathered(here, None)
-    furthest, is_sliced = max(r for r, _ in everywhere), any(s for _, s in everywhere)
+    everywhere = gathered((max(reach.values(), default=ELEMENT), is_sliced, part), None)
+    others = [rank for rank, (*_, other) in enumerate(everywhere) if other != part]
+    all_ranks_or_none("optimizer", lambda: refuse_shared_steps(optimizer, others))
+    furthest, is_sliced = max(r for r, *_ in everywhere), any(s for _, s, _ in everywhere)
     if furthest == ELEMENT:
         return
     if flat is not None:

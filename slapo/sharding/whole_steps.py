@@ -14,7 +14,7 @@ import inspect
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,12 +173,26 @@ def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for module, handle in list(_WATCHED.items()):
         slices = held.keys() & slices_of(module).keys()
         if slices:
+            if handle.group is not None:
+                others = {*dist.get_process_group_ranks(handle.group)} - {dist.get_rank()}
+                refuse_shared_steps(optimizer, others)
             reach = reach_of_steps(optimizer)
             if MODEL in reach.values():
                 raise error_of_coupled_steps(optimizer)
             # FSDP2's shards of a slice are also on ranks outside of the schedule's group.
             shares = any(is_sharded(held[key]) for key in slices)
             step_on_wholes(optimizer, module, reach, dist.group.WORLD if shares else handle.group)
+
+
+def refuse_shared_steps(optimizer: Optimizer, others: Collection[int]) -> None:
+    """Raise if the optimizer shares its steps with `others`, the ranks with other parameters."""
+    peers = getattr(optimizer, "process_group", None)  # of ZeroRedundancyOptimizer
+    foreign = set() if peers is None else {*dist.get_process_group_ranks(peers)} & {*others}
+    if foreign:
+        raise SlapoError(
+            f"{type(optimizer).__name__} shares its steps with ranks {sorted(foreign)}, which hold "
+            'other slices or stages; pass it process_group=mesh["dp"].get_group()'
+        )
 
 
 def error_of_coupled_steps(optimizer: Optimizer) -> SlapoError:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 pytest.importorskip("transformers")
 
@@ -209,6 +211,29 @@ def test_optimizers_that_need_other_tensors_are_refused() -> None:
     )
     engine.train_batch(iter(_data()))
     _train(wanted, make(list(wanted.parameters())), steps=1)
+    _check_values(engine.module, wanted)
+
+
+@on_ranks(2)
+def test_steps_are_shared_among_replicas_only() -> None:
+    """ZeroRedundancyOptimizer sends each parameter to its whole group, by default the world."""
+    mesh = slapo.init_mesh(tp=2, device="cpu")
+    given = {"loss_fn": nn.functional.mse_loss, "mesh": mesh}
+
+    def make(params: Any, group: Any = None) -> torch.optim.Optimizer:
+        return ZeroRedundancyOptimizer(params, torch.optim.SGD, process_group=group, lr=0.1)
+
+    def build(group: Any = None) -> Any:
+        schedule = _split(_linears(), mesh["tp"])
+        return slapo.build(schedule, "torch", optimizer=partial(make, group=group), **given)[0]
+
+    model, _ = slapo.build(_split(_linears(), mesh["tp"]))
+    for refused in (build, lambda: _train(model, make(model.parameters()))):
+        assert "shares its steps with ranks" in error_of(refused)
+    wanted, engine = _linears(), build(mesh["dp"].get_group())
+    for batch in _data():
+        engine.train_batch(iter([batch]))
+    _train(wanted, make(wanted.parameters(), mesh["dp"].get_group()))
     _check_values(engine.module, wanted)
 
 
