@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -91,12 +91,22 @@ def _find_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     world = dist.group.WORLD
     if world is not None and tuple(dist.get_process_group_ranks(world)) == ranks:
         return world
-    if ranks not in _groups:
+    found = _last_used(ranks)
+    if found is None:
         raise SlapoError(
             f"this is sharded over the ranks {list(ranks)}, for which this process has no group; "
             "call slapo.init_mesh with the sizes of the original job"
         )
-    return _groups[ranks]
+    return found
+
+
+def _last_used(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """The group last used for these ranks, if it is one of the present world."""
+    found = _groups.get(ranks)
+    with suppress(KeyError):  # destroyed, but still referenced somewhere
+        if found is not None and dist.get_process_group_ranks(found):
+            return found
+    return None
 
 
 _alone = False
@@ -200,7 +210,7 @@ def neighbors(group: dist.ProcessGroup, count: int) -> dist.ProcessGroup:
     mine = tuple(ranks[first : first + count])
     if mine == tuple(ranks):
         return group
-    found = _groups.get(mine)
+    found = _last_used(mine)
     if found is None:
         # Otherwise every rank of the job would have to create every such group.
         found = dist.new_group(list(mine), use_local_synchronization=True)

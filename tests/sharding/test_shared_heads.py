@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo
+from slapo.sharding.tags import SHARERS
 from slapo.verify.placement import PlacementError, check
 from tests.check.verdicts import fake_world
 from tests.distributed import run_distributed
@@ -21,6 +22,17 @@ from tests.sharding.parallel_models import HIDDEN, GroupedHeads, grouped_heads
 
 X = torch.randn(3, 7, HIDDEN)
 LLAMA = "llama, 8 heads"
+
+
+def test_a_group_of_an_earlier_world_is_not_used_again() -> None:
+    """It may outlive its world, in a cycle of references that Python has not collected yet."""
+    kept = []
+    for _ in range(2):
+        with fake_world(4):
+            sch = slapo.create_schedule(nn.Linear(4, 4))
+            sch.shard("weight", axis=0, parts=2)
+            kept.append(getattr(sch.mod.weight, SHARERS).group)
+    assert kept[0] is not kept[1]
 
 
 def model_of(family: str) -> nn.Module:
