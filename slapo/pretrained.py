@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from slapo.agreement import all_ranks_or_none, same_on_all_ranks
 from slapo.errors import SlapoError
 from slapo.framework_dialect import Engine
+from slapo.framework_dialect.failures import naming
 from slapo.framework_dialect.precision import cast_parameters
 from slapo.logger import get_logger
 from slapo.schedule import Schedule
@@ -52,6 +53,7 @@ class Loaded:
         return self._bytes()
 
 
+@naming("load_pretrained")
 def load_pretrained(
     target: Target,
     folder: str | os.PathLike[str],
@@ -138,6 +140,7 @@ def load_pretrained(
     return Loaded(tuple(found.missing), tuple(found.unexpected), lambda: found.folder.bytes_read)
 
 
+@naming("save_pretrained")
 def save_pretrained(
     target: nn.Module | Engine,
     folder: str | os.PathLike[str],

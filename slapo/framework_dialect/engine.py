@@ -165,7 +165,7 @@ class Engine:
             If ranks got different batches, the model was not traced for such inputs, or an earlier
             step failed in a way that cannot be undone.
         """
-        with self._naming_failures():
+        with self._naming_failures("train_batch"):
             self._refuse_autocast("train_batch")
             self._check_ready("train_batch")
             self.check_between_steps("train_batch")
@@ -214,7 +214,7 @@ class Engine:
             With `return_outputs`: the model's output for each micro-batch, on the ranks that run
             the last stage; empty on the others.
         """
-        with self._naming_failures():
+        with self._naming_failures("eval_batch"):
             self._refuse_autocast("eval_batch")
             batch = self._load("eval_batch", data_iter, training=False)
             batch = self._weighted(batch, training=False)
@@ -403,7 +403,7 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; not with pipeline stages."""
         self._refuse_pipeline("a call of the engine")
-        with self._naming_failures():
+        with self._naming_failures("a call of the engine"):
             part = Batch(args, kwargs, None).cast(self.options.half)
             if torch.is_grad_enabled() and self.module.training:
                 self._check_places(part, with_loss=False)
@@ -415,7 +415,7 @@ class Engine:
         Several calls before a `step` accumulate their gradients.
         """
         self._refuse_pipeline("backward()")
-        with self._naming_failures():
+        with self._naming_failures("backward()"):
             self._check_backward()
             with self._all_or_nothing():
                 self._backward(loss)
@@ -424,7 +424,7 @@ class Engine:
     def step(self) -> None:
         """Run one optimizer step on the gradients of `backward`; not with pipeline stages."""
         self._refuse_pipeline("step()")
-        with self._naming_failures():
+        with self._naming_failures("step()"):
             self._check_ready("step()")
             if not self._backwards:
                 raise SlapoError("step() has no gradients; call engine.backward(loss) first")
@@ -625,7 +625,7 @@ class Engine:
         OSError
             If a file cannot be written; training can continue.
         """
-        with self._naming_failures():
+        with self._naming_failures("engine.save"):
             self.check_between_steps("engine.save")
             previous, self._saving = self._saving, None
             if previous is not None:
@@ -660,7 +660,7 @@ class Engine:
             If there is no complete step, or it is of another model, optimizer or format, or is
             damaged; on every rank, before anything changes.
         """
-        with self._naming_failures():
+        with self._naming_failures("engine.load"):
             self.check_between_steps("engine.load")
             if self._saving is not None:
                 self._saving.result()

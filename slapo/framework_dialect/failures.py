@@ -54,8 +54,8 @@ class Failures:
         util.Finalize(None, self._report_uncaught, exitpriority=0)
 
     @contextmanager
-    def named(self) -> Iterator[None]:
-        """Record a failure of the step, or explain it by the rank that failed first."""
+    def named(self, call: str) -> Iterator[None]:
+        """Record a failure of this call, or explain it by the rank that failed first."""
         try:
             yield
         except Exception as error:
@@ -63,7 +63,7 @@ class Failures:
                 raise
             if is_broken_collective(error):
                 first_line = str(error).strip().partition("\n")[0]
-                text = f"{self._cause()}; this rank stops with "
+                text = f"{self._cause(call)}; this rank stops with "
                 # Every other rank detects the failure by itself.
                 raise on_every_rank(
                     SlapoError(f"{text}{type(error).__name__}: {first_line}")
@@ -86,11 +86,11 @@ class Failures:
         if error is not None and not isinstance(error, SystemExit) and has_peers():
             self._report(error)
 
-    def _cause(self) -> str:
+    def _cause(self, call: str) -> str:
         ranks = range(dist.get_world_size())
         deadline = time.monotonic() + REPORT_SECONDS
         try:
-            self._store.set(f"waiting/{self._rank}", "")
+            self._store.set(f"waiting/{self._rank}", call)
             # A rank marks itself as waiting, and looks for a report. Once all wait, or the time is
             # over, the first to notice reports the ranks that do not wait.
             while not (first := self._failure.reported()):
@@ -108,10 +108,19 @@ class Failures:
 
     def _describe_silent(self, ranks: list[int]) -> str:
         if not ranks:
-            return "all ranks wait for each other, and none reported an error"
+            return self._describe_waiting()
         names = ", ".join(describe_rank(self._places, rank) for rank in ranks[:4])
         more = " and others" if ranks[4:] else ""
         return f"no response from {names}{more}, which may be hanging, killed or on a lost machine"
+
+    def _describe_waiting(self) -> str:
+        calls: dict[str, list[int]] = {}
+        for rank in range(dist.get_world_size()):
+            calls.setdefault(self._store.get(f"waiting/{rank}").decode(), []).append(rank)
+        said = [f"{len(ranks)} in {call}, such as rank {ranks[0]}" for call, ranks in calls.items()]
+        if len(said) > 1:
+            said.append("call each on every rank, in the same order")
+        return f"all ranks wait for each other: {'; '.join(said)}"
 
 
 _current: Failures | None = None
@@ -120,13 +129,25 @@ _number = 0
 _job: weakref.ref[dist.Store] | None = None
 
 
-def naming_failures(mesh: DeviceMesh) -> Callable[[], AbstractContextManager[None]]:
-    """Return the context of a step, see `Failures.named`; all ranks call this in one order."""
+@contextmanager
+def naming(call: str) -> Iterator[None]:
+    """Context of a collective function that is not an engine's, once the job has an engine."""
+    with _current.named(call) if _current is not None and _is_current() else nullcontext():
+        yield
+
+
+def naming_failures(mesh: DeviceMesh) -> Callable[[str], AbstractContextManager[None]]:
+    """Return the context of a call, see `Failures.named`; all ranks call this in one order."""
     global _current, _number, _job
     if not has_peers():
         return nullcontext
-    store = dist.distributed_c10d._get_default_store()
-    if _current is None or _job is None or _job() is not store:
+    if _current is None or not _is_current():
         _number += 1
+        store = dist.distributed_c10d._get_default_store()
         _current, _job = Failures(mesh, store, _number), weakref.ref(store)
     return _current.named
+
+
+def _is_current() -> bool:
+    store = dist.distributed_c10d._get_default_store() if has_peers() else None
+    return store is not None and _job is not None and _job() is store

@@ -115,7 +115,7 @@ def killed(late: float, rank: int) -> None:
     """Rank 0, which keeps the store, notices at once; it stays until a late one has read."""
     failures = naming_failures(init_mesh(pp=WORLD, device="cpu"))
     for step in range(6):
-        with failures():
+        with failures("step"):
             if rank == 1 and step == 5:
                 kill()
             if rank == 2 and step == 5:
@@ -126,7 +126,7 @@ def killed(late: float, rank: int) -> None:
 def keeper_of_the_store_killed(rank: int) -> None:
     failures = naming_failures(init_mesh(pp=WORLD, device="cpu"))
     for step in range(1000):
-        with failures():
+        with failures("step"):
             if rank == 0 and step == 5:
                 kill()
             dist.all_reduce(torch.ones(1))
@@ -134,11 +134,11 @@ def keeper_of_the_store_killed(rank: int) -> None:
 
 def raises_between_steps(rank: int) -> None:
     failures = naming_failures(init_mesh(pp=WORLD, device="cpu"))
-    with failures():
+    with failures("step"):
         dist.all_reduce(torch.ones(1))
     if rank == 2:
         raise KeyError("no such column")
-    with failures():
+    with failures("step"):
         dist.recv(torch.ones(1), (rank + 1) % WORLD)
 
 
@@ -146,15 +146,31 @@ def meets_an_error_that_all_have(rank: int) -> None:
     """Every rank raises by itself, at another time, and goes on; no rank is blamed later."""
     failures = naming_failures(init_mesh(pp=WORLD, device="cpu"))
     for _ in range(2):
-        with pytest.raises(ValueError, match="bad batch"), failures():
+        with pytest.raises(ValueError, match="bad batch"), failures("step"):
             time.sleep(0.3 * rank)
             raise ValueError("bad batch")
-    with failures():
+    with failures("step"):
         hear_from(1, rank)
     if rank == 1:
         kill()
-    with failures():
+    with failures("step"):
         hear_from(1, rank)
+
+
+def saves_alone(folder: str, rank: int) -> None:
+    """As many scripts do that write from one process."""
+    mesh = init_mesh(dp=WORLD, device="cpu", timeout=PATIENCE)
+    engine = make("torch", tuple(mesh.shape))
+    if rank == 0:
+        slapo.save_pretrained(engine, folder)
+    engine.train_batch(data())
+
+
+def test_ranks_that_wait_for_each_other_say_where(tmp_path: Path) -> None:
+    outcome = run_job(tmp_path, partial(saves_alone, str(tmp_path / "out")))
+    said = "1 in save_pretrained, such as rank 0; 2 in train_batch, such as rank 1; call each on"
+    for rank in range(WORLD):
+        assert f"all ranks wait for each other: {said}" in outcome.texts[rank]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +204,7 @@ def test_engines_share_one_and_start_no_thread() -> None:
     mesh = init_mesh(pp=2, device="cpu")
     before = threading.active_count()
     first, second = naming_failures(mesh), naming_failures(mesh)
-    with first(), second():
+    with first("a"), second("b"):
         dist.all_reduce(torch.ones(1))
     assert first == second  # methods of one object
     assert threading.active_count() == before
@@ -256,7 +272,7 @@ from slapo.framework_dialect.failures import naming_failures
 from slapo.mesh import init_mesh
 torch.set_num_threads(1)
 failures = naming_failures(init_mesh(dp=2, device="cpu", timeout=5))
-with failures():
+with failures("step"):
     dist.all_reduce(torch.ones(1))
 if dist.get_rank() == 1 and {fault!r} == "raises":
     {{}}["no such key"]
@@ -265,7 +281,7 @@ if dist.get_rank() == 1 and {fault!r} == "killed":
 if dist.get_rank() == 1 and {fault!r} == "hangs":
     time.sleep(30)
 if {fault!r}:
-    with failures():
+    with failures("step"):
         dist.recv(torch.ones(1), 0 if dist.get_rank() else 1)
 """
 
