@@ -140,7 +140,7 @@ def naming_failures(mesh: DeviceMesh) -> Callable[[str], AbstractContextManager[
     """Return the context of a call, see `Failures.named`; all ranks call this in one order."""
     global _current, _number, _job
     if not has_peers():
-        return nullcontext
+        return lambda call: nullcontext()
     if _current is None or not _is_current():
         _number += 1
         store = dist.distributed_c10d._get_default_store()

@@ -85,6 +85,9 @@ def export(
         # An error is kept until all ranks have left the exchange, and is raised in _close().
         error = _write(exchange, disk, files, owners, opened)
         all_ranks_or_none(_WHAT, lambda: _close(opened, error))
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     finally:
         for file in opened.values():
             file.__exit__()

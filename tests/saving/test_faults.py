@@ -221,6 +221,11 @@ def test_disks_and_folders(tmp_path: Path) -> None:
             assert "No space left on device" in told, told
             assert wanted in told or "checkpoint.json" in told, told
             assert slapo.checkpoints(run) == [first]
+    with mock.patch.object(os, "posix_fallocate", full):
+        told = error_of(lambda: slapo.save_pretrained(engine, tmp_path / "out"))
+    assert "No space left on device" in told
+    dist.barrier()
+    assert not (tmp_path / "out.tmp").exists()
     with mock.patch.object(TensorFile, "create", vanish(run / wanted)):
         told = error_of(lambda: engine.save(run))
     assert "No such file" in told
